@@ -23,7 +23,7 @@ from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.early_plans import BudgetStart, budget_start, early_plan, is_large_and_limited
 from jshard._plan.least_peak import least_peak_bound, least_peak_plans, least_peak_plans_of_large, peak_search
-from jshard._plan.lowered_limits import ROUNDS, LimitSearch, least_counted
+from jshard._plan.lowered_limits import ROUNDS, Counted, LimitSearch, last_above, least_counted
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
@@ -80,6 +80,7 @@ class LevelSearch:
         self.pins, self.forced = pins_by_operator(request, topology, rule_boundaries(program))
         self.effort = request.effort or Effort.of_seconds(request.search_seconds)
         self._known: list[ScheduledSolution] = []  # each with a bound that holds for every plan
+        self._above: Counted | None = None  # of the last limit, where no plan within the budget was found
 
     @property
     def every_pin(self) -> Pins:
@@ -212,7 +213,7 @@ class LevelSearch:
             smallest = solution
         best = fitting_or_lowest((smallest, solution), self._limit)
         if best.peak > self._limit and not proved and (request := self.request.with_more(self.effort)):
-            again = copy.copy(self)  # with its networks, and its plans for an interruption
+            again = copy.copy(self)  # with its networks, its plans for an interruption, and its last limit
             again.request, again.effort = request, request.effort or self.effort
             found = again._within_budget(network, fastest, None)
             best = fitting_or_lowest((found, of_network(best, network).after(found)), self._limit)
@@ -460,11 +461,10 @@ class LevelSearch:
             plan = plan or schedule_solution(network, self.request, s.assignment, fastest.bound, s.steps)
             return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
 
-        least = functools.partial(least_counted, memory, effort)
-        tried = LimitSearch(
-            limit, solved, scheduled, rounds, furthest, may_fit, least, lambda: effort.exhausted and not large
-        )
+        least, ends = lambda: least_counted(memory, effort), lambda: effort.exhausted and not large
+        tried = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit, least, ends, self._above)
         plans, found = tried.run(*start)
+        self._above = None if large else last_above(plans, found, limit)
         return [*early, *plans], found
 
     def _solve_limited(

@@ -41,6 +41,14 @@ def least_counted(memory: CostNetwork, effort: Effort) -> float:
     return bound_at_fullest_time(memory, effort)
 
 
+Counted = tuple[float, ScheduledSolution]  # the bytes that a memory network counts of a plan, and the plan
+
+
+def last_above(plans: Sequence[ScheduledSolution], found: Solution | None, limit: float) -> Counted | None:
+    """What `LimitSearch.run` found last, if it is above the budget in bytes: the bytes counted, and the plan."""
+    return (found.peak, plans[-1]) if found and found.peak and plans[-1].peak > limit else None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LimitSearch:
     """How a memory network is searched under limits.
@@ -52,6 +60,8 @@ class LimitSearch:
     - `may_fit`: whether it is not proved that nothing fits; asked once, after the first schedule above the budget.
     - `least`: bytes that the network counts of every assignment; asked once, before the first lower limit.
     - `ends`: whether the effort is spent; asked before each lower limit.
+    - `above`: what a search before found: the bytes that the network counts of a plan above the budget, and the plan. The
+      first limit is lowered by its excess; no bound of the budget is found then.
     """
 
     limit: float
@@ -62,6 +72,7 @@ class LimitSearch:
     may_fit: Callable[[], bool] = lambda: True
     least: Callable[[], float] = lambda: 0.0
     ends: Callable[[], bool] = lambda: False
+    above: Counted | None = None
 
     def run(
         self, prices: Prices | None = None, answers: Sequence[Ints] = ()
@@ -70,19 +81,20 @@ class LimitSearch:
 
         `prices` and `answers` are those to begin with. The bound holds for the budget: it is that of no lower limit.
         """
-        aim, plans, bound, least = self.limit, [], -math.inf, math.nan
+        # Those of the last limit whose plan exceeds the budget, and of the last whose plan keeps it.
+        above, within = self.above, None
+        aim = self._lowered(*above) if above else self.limit
+        plans, bound, least, raised = [], -math.inf, math.nan, 0
         s: Solution | None = None
-        # (bytes counted, plan) of the last limit whose plan exceeds the budget, and of the last whose plan keeps it.
-        above = within = None
-        raised = 0
         for _ in range(self.rounds):
             following = self.solve(aim, s.prices if s else prices, s.answers if s else answers)
             if following is None:
-                if within or s is None or s.peak is None or aim >= _NEARLY * s.peak or self.ends():
+                held = s.peak if s else above and above[0]
+                if within or held is None or aim >= _NEARLY * held or self.ends():
                     break
-                aim = (aim + s.peak) / 2  # too low: schedules exceed what is counted by different amounts
+                aim = (aim + held) / 2  # too low: schedules exceed what is counted by different amounts
                 continue
-            s, bound = following, following.bound if s is None else bound
+            s, bound = following, following.bound if aim == self.limit else bound
             plan = self.scheduled(s)
             plans.append(plan)
             if plan.peak > self.furthest or plan.interrupted:
@@ -100,8 +112,7 @@ class LimitSearch:
                 continue
             if self.ends() or len(plans) == 1 and not self.may_fit():
                 break
-            # Below what the network counts of this plan, so that it is not found again.
-            aim = counted - _OVERSHOOT * (plan.peak - self.limit)
+            aim = self._lowered(counted, plan)
             least = self.least() if math.isnan(least) else least
             if aim < least:  # nothing keeps it: half of the way down to what something may keep
                 aim = (counted + least) / 2
@@ -109,9 +120,11 @@ class LimitSearch:
                     break
         return plans, s and dataclasses.replace(s, bound=bound)
 
-    def _raised(
-        self, within: tuple[float, ScheduledSolution], above: tuple[float, ScheduledSolution]
-    ) -> float | None:
+    def _lowered(self, counted: float, plan: ScheduledSolution) -> float:
+        """A limit below the bytes that the network counts of a plan above the budget, so that it is not found again."""
+        return counted - _OVERSHOOT * (plan.peak - self.limit)
+
+    def _raised(self, within: Counted, above: Counted) -> float | None:
         """A limit between those of two plans, within the budget and above it; None where that is not worth it.
 
         Arguments: of each the bytes that the network counts, and the plan.

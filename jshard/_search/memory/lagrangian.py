@@ -16,6 +16,7 @@ the bound is 3 and the answer 6; the gap is what mixing states would save.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -179,7 +180,11 @@ def solve_limited(
         return
     priced_before = layers_repeat and network.size >= PRICE_CUTS_FROM
     large = network.size >= LARGE_NETWORK
-    limited = None if large and priced_before else _LimitedSearch.of(network, search, clock)
+
+    @functools.cache  # made where it is of use: reductions that keep memory take as long as some rounds of prices
+    def reduced() -> _LimitedSearch:
+        return _LimitedSearch.of(network, search, clock)
+
     if priced_before:
         rounds = (TIE_BREAK_ROUNDS_IF_LARGE if large else TIE_BREAK_ROUNDS) if tie_break_only else ROUNDS
 
@@ -187,14 +192,17 @@ def solve_limited(
             combines = only != "bound" and not (tie_break_only and large)
             return fuse(network, answers, search, search.bound) if combines else None
 
-        repaired = limited.repaired if limited is not None and only != "bound" else lambda _: None
+        def repaired(answer: Ints) -> Ints | None:
+            return None if large or only == "bound" else reduced().repaired(answer)
+
         PriceCuts(network, search, memory.limit, combined, rounds, repaired, only == "bound").run()
         if search.useless:
             raise _nothing_found(memory.limit, "prices on the times that exceed it")
         if search.gap_closed(search.bound) or (large and search.has_answer):
             return
-    if limited is None:
-        raise _nothing_found(memory.limit, "prices on the times that exceed it")
+        if large:
+            raise _nothing_found(memory.limit, "prices on the times that exceed it")
+    limited = reduced()
     size = len(limited.problem.core.variables)
     prices, moves = effort(size)
     if tie_break_only:
