@@ -54,6 +54,7 @@ _LARGE_GAP = 0.01  # relative, at which the search of a large network without me
 _BUDGET_GAP = 0.015  # ... and that of one with memory, where a tighter proof takes several solutions more
 # Variables from which on a round of prices takes seconds; the estimating network, which needs fewer, comes first there.
 _LONG_ROUNDS = 50_000
+_MANY_ENTRIES = 2e7  # of a memory network's tables, from which its search begins as that of a large program
 # Of the budget: above it a schedule by the lower-bound, or (if a plan is known) the estimating, network is too far off.
 _NEAR_BUDGET, _FAR_FROM_BUDGET = 1.01, 1.05
 _FAR_ABOVE = 1.25  # of the budget: a large network's plan of nearly least time above it: the budget decides
@@ -204,6 +205,14 @@ class LevelSearch:
         names_least = self.request.names_least_peak and network.cost_network.size < LARGE_NETWORK
         if proved and (not names_least or solution.peak <= solution.peak_bound):
             return with_bound(solution, *bounds)
+        if not proved and (request := self.request.with_more(self.effort)):
+            again = copy.copy(self)  # with its networks, its plans for an interruption, and its last limit
+            again.request, again.effort = request, request.effort or self.effort
+            found = again._within_budget(network, fastest, None)
+            best = fitting_or_lowest((found, of_network(solution, network).after(found)), self._limit)
+            floor = max(found.peak_bound, solution.peak_bound)
+            best = dataclasses.replace(best, peak_bound=floor, steps=(SEARCHED_AGAIN, *best.steps))
+            return with_bound(best, max(bounds[0], found.bound), bounds[1])
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
         search = self._with_effort(_REFUSAL_SECONDS * ENTRIES_PER_SECOND) if proved else self
@@ -212,14 +221,6 @@ class LevelSearch:
         except SearchError:  # a large network has no answer where no effort is left
             smallest = solution
         best = fitting_or_lowest((smallest, solution), self._limit)
-        if best.peak > self._limit and not proved and (request := self.request.with_more(self.effort)):
-            again = copy.copy(self)  # with its networks, its plans for an interruption, and its last limit
-            again.request, again.effort = request, request.effort or self.effort
-            found = again._within_budget(network, fastest, None)
-            best = fitting_or_lowest((found, of_network(best, network).after(found)), self._limit)
-            floor = max(found.peak_bound, smallest.peak_bound, solution.peak_bound)
-            best = dataclasses.replace(best, peak_bound=floor, steps=(SEARCHED_AGAIN, *best.steps))
-            return with_bound(best, max(bounds[0], found.bound), bounds[1])
         if best.peak > self._limit:
             best = dataclasses.replace(best, peak_bound=max(smallest.peak_bound, solution.peak_bound))
             if not proved:
@@ -296,7 +297,7 @@ class LevelSearch:
         note(plan)
         bounding = memory_network(network, lower_bound=True)
         search = peak_search(network, r, (fastest.cost, plan.peak), self.effort, self.on_progress)
-        if bounding.size >= LARGE_NETWORK:
+        if bounding.is_large(self.effort):
             found, bound = least_peak_plans_of_large(plan, bounding, search, self.effort, note, _LARGE_GAP)
         else:
             found, bound = least_peak_plans(plan, bounding, search, self.effort, note)
@@ -311,15 +312,11 @@ class LevelSearch:
         """The cheapest plan within the budget, else the one of lowest peak that was found.
 
         The plan comes from the estimating memory network; the lower-bound one bounds the time within the budget, and
-        what it finds is a plan too where its schedule is within the budget.
-
-        Arguments:
-
-        - `network`: with a single shared copy a tensor.
-        - `fastest`: the plan of least time, which exceeds the budget.
+        what it finds is a plan too where its schedule is within the budget. `network` has a single shared copy a tensor;
+        `fastest`, the plan of least time, exceeds the budget.
         """
         limit = self._limit
-        large = LARGE_NETWORK <= network.cost_network.size < _LONG_ROUNDS
+        large = network.cost_network.is_large(self.effort) and network.cost_network.size < _LONG_ROUNDS
         start = self._start(network, fastest) if best_within(self._known, limit) else None
         if start and (near := start.near_bound(limit, _BUDGET_GAP)):
             return near
@@ -415,8 +412,10 @@ class LevelSearch:
         return dataclasses.replace(best, bound=bound)
 
     def _start(self, network: PlanningNetwork, fastest: ScheduledSolution) -> BudgetStart:
-        """Plans within the budget of a large program, and answers to begin with."""
-        if not is_large_and_limited(self.program, self.request):
+        """Plans within the budget, and answers to begin with, where every search takes long."""
+        if not is_large_and_limited(self.program, self.request) and (
+            self.request.most < math.inf or self._bounding_network.num_entries < _MANY_ENTRIES
+        ):
             return BudgetStart()
         known, effort = best_within(self._known, self._limit), self.effort.part(_SHARE_FOR_START)
         start = budget_start(network, fastest, known, _BUDGET_GAP, effort, lambda: self._bounding_network)
@@ -440,7 +439,7 @@ class LevelSearch:
 
         No cost above `most` is of use. `start`: prices, answers to begin with. `only`: as in `solve`. Others: `LimitSearch`.
         """
-        limit, large, effort = self._limit, memory.size >= LARGE_NETWORK, self.effort.part(_SHARE_FOR_PLANS)
+        limit, large, effort = self._limit, memory.is_large(self.effort), self.effort.part(_SHARE_FOR_PLANS)
         early, measured = list[ScheduledSolution](), dict[bytes, ScheduledSolution]()
 
         def note_plan(assignment: Ints) -> None:
@@ -486,7 +485,7 @@ class LevelSearch:
         better one. `only`: as in `solve`. `bound`: of the cost, so far. `most`: no cost above is of use.
         """
         r = self.request
-        gap = max(r.memory_gap, _BUDGET_GAP) if memory.size >= LARGE_NETWORK else r.memory_gap
+        gap = max(r.memory_gap, _BUDGET_GAP) if memory.is_large(self.effort) else r.memory_gap
         cheapest = min((p.cost for p in self._known if p.peak <= self._limit), default=math.inf)
         try:
             s = solve(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from jshard._core.arrays import Ints
 from jshard._plan.scheduled_solution import ScheduledSolution
-from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution
+from jshard._search import CostNetwork, Effort, Prices, Solution
 
 
 ROUNDS = 6
@@ -34,7 +34,7 @@ def least_counted(memory: CostNetwork, effort: Effort) -> float:
 
     On a small one a limit that nothing keeps is soon found out by the search itself.
     """
-    if memory.size < LARGE_NETWORK or effort.exhausted:
+    if not memory.is_large(effort) or effort.exhausted:
         return 0.0
     from jshard._search.memory.minimax_peak import bound_at_fullest_time  # here: the import stays light
 

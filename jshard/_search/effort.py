@@ -33,6 +33,7 @@ class Effort:
     limit: float = math.inf
     spent: float = 0.0
     whole: Effort | None = None  # of which this is a part
+    of_search: float | None = None  # the limit of the search that this is a part of; None: `limit`
 
     @staticmethod
     def of_seconds(seconds: float | None) -> Effort:
@@ -41,7 +42,7 @@ class Effort:
 
     def part(self, share: float) -> Effort:
         """A part of what is left."""
-        return Effort(share * max(0.0, self.limit - self.spent), 0.0, self)
+        return Effort(share * max(0.0, self.limit - self.spent), 0.0, self, self.of_whole_search)
 
     def next_part(self, share: float, least: float) -> Effort:
         """A part of what is left for the next of several searches; `least`: a share of the whole that it has in any case.
@@ -59,13 +60,27 @@ class Effort:
         >>> whole.at_least(1.0) is whole, whole.at_least(2.0).limit
         (True, 2.0)
         """
-        return self if self.limit - self.spent >= entries else Effort(entries, 0.0, self)
+        left = self.limit - self.spent
+        return self if left >= entries else Effort(entries, 0.0, self, self.of_whole_search)
+
+    def at_most(self, entries: float) -> Effort:
+        """What is left, or so many entries where that is more; what they spend counts here.
+
+        >>> Effort(10.0, spent=9.0).at_most(4.0).limit, Effort(10.0).at_most(4.0).limit
+        (1.0, 4.0)
+        """
+        return Effort(min(entries, self.limit - self.spent), 0.0, self, self.of_whole_search)
 
     def spend(self, entries: float = 0.0, variables: int = 0) -> None:
         """Count entries gone through and variables visited."""
         self.spent += entries + PER_VARIABLE * variables
         if self.whole is not None:
             self.whole.spend(entries, variables)
+
+    @property
+    def of_whole_search(self) -> float:
+        """The limit of the search that this is a part of."""
+        return self.limit if self.of_search is None else self.of_search
 
     @property
     def exhausted(self) -> bool:

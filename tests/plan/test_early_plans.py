@@ -11,6 +11,7 @@ import pytest
 import jshard
 from jshard._core.errors import MemoryBudgetError
 from jshard._plan import early_plans, level_search
+from jshard._search import cost_network
 from jshard._search.memory import feasible_start
 
 
@@ -38,7 +39,7 @@ def large(monkeypatch):
     """Programs of a few layers are searched as large ones are; their bytes cost little time, so that they are dearer."""
     monkeypatch.setattr(early_plans, "_PASSES", 300.0)
     monkeypatch.setattr(early_plans, "LARGE_NETWORK", 50)
-    monkeypatch.setattr(level_search, "LARGE_NETWORK", 100)
+    monkeypatch.setattr(cost_network, "LARGE_NETWORK", 100)
 
 
 def test_a_plan_within_the_budget_is_known_before_that_of_least_time(large, monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jshard._core.errors import MemoryBudgetError, SearchError
-from jshard._search import Contradiction, CostNetwork, Effort, build, evaluate, peak, solve
+from jshard._search import Contradiction, CostNetwork, Effort, build, cost_network, evaluate, peak, solve
 from jshard._search.cost_network import interval_bytes, live_bytes
 from jshard._search.integer_program import num_columns
 from jshard._search.memory import ilp, price_cuts
@@ -26,8 +26,8 @@ def every_network_is_large(monkeypatch):
     # Both are imported before one is changed: the second takes its constants from the first.
     names = [f"jshard._search.memory.{module}" for module in ("lagrangian", "minimax_peak")]
     for module in [importlib.import_module(name) for name in names]:
-        for constant in ("LARGE_NETWORK", "PRICE_CUTS_FROM"):
-            monkeypatch.setattr(module, constant, 0)
+        monkeypatch.setattr(module, "PRICE_CUTS_FROM", 0)
+    monkeypatch.setattr(cost_network, "LARGE_NETWORK", 0)
 
 
 def deep(layers: int, seed: int, limit: float | None = None) -> CostNetwork:
@@ -424,7 +424,8 @@ def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(
 
     `large`: whether the rounds take it for a large network, which is solved to the end.
     """
-    monkeypatch.setattr(price_cuts, "LARGE_NETWORK", 0 if large else np.inf)
+    for module in (cost_network, price_cuts):
+        monkeypatch.setattr(module, "LARGE_NETWORK", 0 if large else np.inf)
     least = solve(deep(20, 0), objective="peak", layers_repeat=True, break_ties_by_cost=False)
     limited, left = deep(20, 0, limit=1.02 * least.cost), []
     solved = price_cuts.branch_and_bound
@@ -434,11 +435,11 @@ def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(
         solved(search, *arguments, **options)
 
     monkeypatch.setattr(price_cuts, "branch_and_bound", recorded)
-    effort = Effort(0.0)
+    effort = Effort(1e12, spent=1e12)
     found = solve(limited, layers_repeat=True, effort=effort, only="answer")
-    assert left[0] == (np.inf if large else price_cuts._EFFORT_WITHOUT_ANSWER) and effort.spent > 0
+    assert left[0] == (np.inf if large else price_cuts._EFFORT_WITHOUT_ANSWER) and effort.spent > 1e12
     left.clear()
-    solve(limited, layers_repeat=True, effort=Effort(0.0), known=[found.assignment])
+    solve(limited, layers_repeat=True, effort=Effort(1e12, spent=1e12), known=[found.assignment])
     assert left and max(left) <= 0
 
 
@@ -463,7 +464,8 @@ def test_rounds_end_where_the_bound_stays_and_no_answer_is_found(monkeypatch, la
     network, said = deep(3, 0), []
     limit = 0.99 * solve(network, objective="peak").cost
     exceeds = solve(network).assignment
-    monkeypatch.setattr(price_cuts, "LARGE_NETWORK", 0 if large else np.inf)
+    for module in (cost_network, price_cuts):
+        monkeypatch.setattr(module, "LARGE_NETWORK", 0 if large else np.inf)
     monkeypatch.setattr(price_cuts.PriceCuts, "_nothing_fits", lambda *_: False)
     monkeypatch.setattr(
         price_cuts.PricedNetworks, "solve", lambda s, times, prices, *_: (exceeds, 1 + limit * prices.sum())

@@ -24,8 +24,8 @@ import numpy as np
 from jshard._core.arrays import Ints
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
-from jshard._search.cost_network import LARGE_NETWORK, CostNetwork
-from jshard._search.effort import ENTRIES_PER_SECOND, Effort
+from jshard._search.cost_network import CostNetwork
+from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.exact.working_network import Contradiction, working_network
 from jshard._search.integer_program import num_columns
 from jshard._search.memory.answer_fusion import fused_network
@@ -115,7 +115,7 @@ def fuse(
     """
     effort = search.effort
     if effort.exhausted:
-        effort = Effort(_LAST_FUSION, whole=effort)
+        effort = effort.at_least(_LAST_FUSION)
     fused = fused_network(network, answers)
     memory = fused.network.memory
     assert memory is not None and memory.limit is not None
@@ -179,7 +179,7 @@ def solve_limited(
         branch_and_bound(search, working_network(network))
         return
     priced_before = layers_repeat and network.size >= PRICE_CUTS_FROM
-    large = network.size >= LARGE_NETWORK
+    large = network.is_large(search.effort)
 
     @functools.cache  # made where it is of use: reductions that keep memory take as long as some rounds of prices
     def reduced() -> _LimitedSearch:

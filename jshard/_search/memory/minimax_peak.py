@@ -24,7 +24,6 @@ from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import (
-    LARGE_NETWORK,
     CostNetwork,
     Prices,
     evaluate,
@@ -192,7 +191,7 @@ def game_on_few_times(network: CostNetwork, search: SearchState, cost_gap: float
     floor = live_bytes(memory, least)
     search.bound = float(floor.max())
     # In a large network they take most of the time, and combining the answers reaches peaks as low without them.
-    moves_forests = network.size < LARGE_NETWORK
+    moves_forests = not network.is_large(search.effort)
     priced = PricedNetworks(network, moves_forests)
     bytes_alone = PricedNetworks(without_costs(network), moves_forests)
     times, profiles, answers = [int(floor.argmax())], [], []
@@ -324,7 +323,7 @@ def _lower_cost_under_prices(
     bytes_at_peak = float(prices.per_byte.sum()) * search.incumbent_cost
     own = evaluate(network, search.assignment)
     gap = _INNER_GAP * cost_gap * own / max(own + bytes_at_peak, 1e-300)
-    limited = Effort(min(most, search.effort.limit - search.effort.spent), whole=search.effort)
+    limited = search.effort.at_most(most)
     assignment, bound = priced.solve(prices.times, prices.per_byte, replace(search, effort=limited), gap)
     if assignment is None:
         return False
@@ -370,12 +369,12 @@ def solve_peak(
     assert memory is not None
     every = key_times_above(memory, -np.inf)
     if layers_repeat and network.size >= PRICE_CUTS_FROM and len(every.times):
-        cost_gap = _COST_GAP if network.size >= LARGE_NETWORK else _SMALL_COST_GAP
+        cost_gap = _COST_GAP if network.is_large(search.effort) else _SMALL_COST_GAP
         cost_is_low = game_on_few_times(network, search, cost_gap)
         closed = search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP))
-        if closed or network.size >= LARGE_NETWORK:
+        if closed or network.is_large(search.effort):
             cost_is_low = cost_is_low or (
-                network.size >= LARGE_NETWORK and _cost_is_low(network, search, _NEAR_COST)
+                network.is_large(search.effort) and _cost_is_low(network, search, _NEAR_COST)
             )
             if break_ties_by_cost and not cost_is_low and search.has_answer and not search.out_of_time:
                 min_cost_at_peak(network, search, layers_repeat=True)
@@ -458,8 +457,8 @@ def min_cost_at_peak(
     at_peak = limit is None
     limit = search.incumbent_cost if limit is None else limit
     capped = network.within(limit * (1 + 1e-9))
-    large, whole = layers_repeat and network.size >= LARGE_NETWORK, search.effort
-    most = min(most, _SHARE_FOR_TIES * whole.spent if large else np.inf, whole.limit - whole.spent)
+    large, whole = layers_repeat and network.is_large(search.effort), search.effort
+    most = min(most, _SHARE_FOR_TIES * whole.spent if large else np.inf)
     inner = SearchState(
         search.deadline,
         max(search.gap, _COST_GAP if large else _SMALL_COST_GAP),
@@ -468,7 +467,7 @@ def min_cost_at_peak(
         prices=search.prices,
         known=search.known,
         unlimited=search.unlimited,
-        effort=Effort(most, whole=whole),
+        effort=whole.at_most(most),
     )
     try:
         solve_limited(capped, inner, tie_break_only=True, layers_repeat=layers_repeat)

@@ -66,6 +66,8 @@ _SHRINKS = 0.95  # of the gap before, to which it has to shrink
 _PATIENCE, _PATIENCE_FOR_BOUND = 3, 5
 # Rounds in which the bound does not rise by that share, after which those of a small network end though no answer is known.
 _PATIENCE_WITHOUT_ANSWER, _RISES = 5, 0.02
+# Rounds after the effort was spent, of a network of few variables that is large for that effort, while no answer is known.
+_OVERDUE = 6
 # Table entries of a round while no answer is known, though the effort is spent: prices under which networks are hardly
 # solved found none in 32 rounds, where such rounds found one in 4 (a vision transformer's training step on 2 x 2 x 2).
 # Large networks are solved to the end: Llama-70B's took 34 s so in place of 229.
@@ -211,7 +213,8 @@ class PricedNetworks:
     ) -> tuple[Ints | None, float]:
         """The best assignment found and the bound, both with bytes charged for; `at_any_time`: as in `priced_network`."""
         graph = self._graph(priced_network(self.network, times, prices, at_any_time))
-        least = np.inf if self.network.size >= LARGE_NETWORK else _EFFORT_WITHOUT_ANSWER
+        whole = self.network.is_large(search.effort) and search.known_cost == np.inf
+        least = np.inf if whole or self.network.size >= LARGE_NETWORK else _EFFORT_WITHOUT_ANSWER
         inner = SearchState(
             search.deadline,
             gap,
@@ -287,9 +290,10 @@ class PriceCuts:
     def _ascend(self) -> None:
         search = self.search
         gap = max(search.gap, 1e-6)
-        large = self.network.size >= LARGE_NETWORK
+        large = self.network.is_large(search.effort)
         at, progress = self._begin(), GapProgress(_SHRINKS, _PATIENCE if large else _PATIENCE_FOR_BOUND)
         last_rise, proved = 0, -np.inf  # the round in which the bound rose, and to what
+        overdue = 0  # rounds after the effort was spent
         given = search.prices
         if given is not None and given.bound > -np.inf:
             times, prices, _ = at
@@ -318,8 +322,10 @@ class PriceCuts:
             search.report(f"prices on {len(times)} times, round {count}")
             if self.proved > proved + _RISES * abs(self.proved):
                 last_rise, proved = count, self.proved
-            if self.best is None and not large and count - last_rise >= _PATIENCE_WITHOUT_ANSWER:
-                return
+            overdue += search.effort.exhausted
+            if self.best is None and self.network.size < LARGE_NETWORK:
+                if count - last_rise >= _PATIENCE_WITHOUT_ANSWER or large and overdue >= _OVERDUE:
+                    return
             stalled = progress.stalled(search.incumbent_cost - search.bound)
             if stalled and self.best is not None and (large or self.bound_only):
                 self._fuse(last=True)
