@@ -29,9 +29,10 @@ SMALL_ARRAY_BYTES = 2048  # up to here an array is looked up by its bytes, beyon
 _HASHED = 256  # entries of a long array, or some more
 # Variables from which on reductions are batched, and memory is searched by prices on few times alone.
 LARGE_NETWORK = 4000
-# Passes over all tables, of which a search of fewer is that of a large network: with 3e8 entries to spend on tables of
-# 8e7, stages that end late each took 231 s and found nothing, where those of a large network found a plan in 34.
-_FEW_PASSES = 10
+# Entries of all tables, and passes over them, of which a search of fewer is that of a large network: with 3e8 entries to
+# spend on tables of 8e7, stages that end late each took 231 s and found nothing, where those of a large network found a plan
+# in 34 s.
+_LARGE_TABLES, _FEW_PASSES = 1e7, 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +72,15 @@ class CostNetwork:
         return int(entries[self.edge_table].sum())
 
     def is_large(self, effort: Effort) -> bool:
-        """Whether every stage takes long: of many variables, or of tables over which the effort allows few passes."""
-        return self.size >= LARGE_NETWORK or _FEW_PASSES * self.num_entries >= effort.of_whole_search
+        """Whether every stage takes long: of many variables, or of large tables over which the effort allows few passes.
+
+        >>> net = build([np.zeros(4000), np.zeros(4000)], [(0, 1, np.zeros((4000, 4000)))])
+        >>> net.num_entries, [net.is_large(Effort(most)) for most in (1e7, 1e8, 1e9)], net.is_large(Effort())
+        (16000000, [True, True, False], False)
+        """
+        if self.size >= LARGE_NETWORK:
+            return True
+        return self.num_entries >= max(_LARGE_TABLES, effort.of_whole_search / _FEW_PASSES)
 
     def num_states(self, variable: int) -> int:
         """The number of states of a variable."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -64,12 +67,11 @@ def test_a_budget_is_kept_however_little_is_searched(share):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_where_a_given_effort_finds_no_plan_the_search_is_made_again_with_more(monkeypatch, fails):
-    """`fails`: the search for the least peak finds nothing at all, as that of a large network without effort."""
+    """Before the least peak is looked for. `fails`: neither finds anything, as of a large network without effort."""
 
     def least_peak_plan(self, network):
-        if fails:
-            raise SearchError("nothing found", where="there")
-        return self._known[0]
+        assert fails and len(efforts) == 2
+        raise SearchError("nothing found", where="there")
 
     monkeypatch.setattr(ranked_search, "_VARIABLES", 0)
     budget = int(0.7 * planned("chain").cost.peak_bytes)
@@ -77,17 +79,53 @@ def test_where_a_given_effort_finds_no_plan_the_search_is_made_again_with_more(m
 
     def first_finds_nothing(self, network, fastest):
         efforts.append(self.effort.limit)
-        return search(self, network, fastest) if len(efforts) > 1 else fastest
+        return search(self, network, fastest) if len(efforts) > 1 and not fails else fastest
 
     monkeypatch.setattr(level_search.LevelSearch, "minimize_time_under_budget", first_finds_nothing)
     monkeypatch.setattr(level_search.LevelSearch, "minimize_peak", least_peak_plan)
     monkeypatch.setattr(level_search, "descend_peak", lambda best, *_: best)
+    if fails:
+        with pytest.raises(MemoryBudgetError):
+            planned("chain", memory_budget=budget, config={"search_seconds": 0.01})
+        assert efforts[:2] == pytest.approx([1e6, 4e6])
+        return
     plan = planned("chain", memory_budget=budget, config={"search_seconds": 0.01})
     assert plan.cost.peak_bytes <= budget and 0 < plan.cost.bound <= plan.cost.objective
     assert efforts == pytest.approx([1e6, 4e6])
     assert plan.steps[0].startswith(
         "the given effort found no plan within the budget: searched again with 4 times"
     )
+
+
+def test_a_search_made_again_begins_with_the_limit_that_the_first_would_have_lowered(monkeypatch):
+    """With the effort spent the first ends above the budget; beginning with the same limit, the second found that again."""
+    begun, budget = [], int(0.9 * planned("gpt").cost.peak_bytes)
+
+    def recorded(limit, *given):
+        begun.append((limit, given[-1]))
+        return SimpleNamespace(run=lambda *_: ([], None))
+
+    monkeypatch.setattr(level_search, "last_above", lambda plans, found, limit: (0.98 * limit, "plan"))
+    monkeypatch.setattr(ranked_search, "_VARIABLES", 0)
+    monkeypatch.setattr(level_search, "LimitSearch", recorded)
+    monkeypatch.setattr(level_search.LevelSearch, "_solve_limited", lambda *_, **__: None)
+    with contextlib.suppress(MemoryBudgetError):
+        planned("gpt", memory_budget=budget, config={"search_seconds": 1.0})
+    assert begun[:2] == [(budget, None), (budget, (0.98 * budget, "plan"))]
+
+
+def test_a_program_whose_tables_are_many_begins_with_plans_as_a_large_one_does(monkeypatch):
+    """And ends with one that is near the bound; without, prices on all times would follow."""
+    budget, started, start = int(0.9 * planned("gpt").cost.peak_bytes), [], level_search.budget_start
+    best = planned("gpt", memory_budget=budget)
+    monkeypatch.setattr(ranked_search, "_VARIABLES", 0)
+    monkeypatch.setattr(level_search, "budget_start", lambda *a: started.append(start(*a)) or started[-1])
+    planned("gpt", memory_budget=budget)
+    assert not started
+    monkeypatch.setattr(level_search, "_MANY_ENTRIES", 0)
+    plan = planned("gpt", memory_budget=budget)
+    assert len(started) == 1 and plan.cost.peak_bytes <= budget
+    assert plan.cost.bound <= best.cost.objective <= plan.cost.objective * (1 + 1e-9)
 
 
 def test_a_search_is_made_again_once_and_not_where_other_programs_are_planned(monkeypatch):

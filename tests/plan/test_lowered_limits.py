@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from jshard._plan.lowered_limits import LimitSearch, least_counted
+from jshard._plan.lowered_limits import LimitSearch, last_above, least_counted
 from jshard._search import Effort, Solution, build
 
 
@@ -95,6 +95,29 @@ def test_a_limit_is_raised_twice_at_most_and_below_one_whose_plan_exceeds_the_bu
     higher = (100 + low) / 2  # exceeds the budget too
     assert tried == pytest.approx([100.0, low, higher, (low + higher) / 2])
     assert [p.peak for p in plans] == [130.0, 70.0, 130.0, 70.0]
+
+
+def test_a_search_after_another_begins_with_the_limit_that_that_one_would_have_lowered():
+    """By what its last plan exceeded; a bound of the budget is not found then. Half of the way back where nothing is."""
+    solve, tried = network(90.0)
+    search = LimitSearch(100.0, solve, schedules(lambda b: 2.0))
+    plan = types.SimpleNamespace(peak=104.0, cost=900.0, interrupted=False)
+    plans, last = dataclasses.replace(search, above=(98.0, plan)).run()
+    assert [limit for limit, *_ in tried] == pytest.approx([98 - 1.05 * 4]) and last.bound == -float("inf")
+    assert [p.peak for p in plans] == pytest.approx([95.8])
+    tried.clear()
+    higher = types.SimpleNamespace(peak=112.0, cost=900.0, interrupted=False)
+    plans, last = dataclasses.replace(search, above=(98.0, higher)).run()
+    assert [limit for limit, *_ in tried] == pytest.approx([98 - 1.05 * 12, 98 - 1.05 * 6])
+    assert [p.peak for p in plans] == pytest.approx([93.7])
+
+
+def test_what_was_found_last_above_the_budget():
+    solve, _ = network(0)
+    found = LimitSearch(100.0, solve, schedules(lambda b: 4.0), ends=lambda: True).run()
+    counted, plan = last_above(*found, 100.0)
+    assert (counted, plan.peak) == (100.0, 104.0)
+    assert last_above(*found, 104.0) is None and last_above([], None, 1.0) is None
 
 
 def test_it_ends_at_once_where_schedules_are_too_far():

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jshard._core.errors import MemoryBudgetError, SearchError
+from jshard._core.errors import MemoryBudgetError
 from jshard._search import Contradiction, CostNetwork, Effort, build, cost_network, evaluate, peak, solve
 from jshard._search.cost_network import interval_bytes, live_bytes
 from jshard._search.integer_program import num_columns
@@ -17,7 +17,6 @@ from jshard._search.memory import ilp, price_cuts
 from jshard._search.memory.answer_fusion import fused_network
 from jshard._search.memory.price_cuts import Cut, best_prices, priced_network
 from jshard._search.primal.local_search import energy
-from jshard._search.search_state import SearchState
 from tests.laws.random_networks import brute_force, random_network
 
 
@@ -414,66 +413,6 @@ def test_answers_are_combined_once_more_when_the_effort_is_spent(every_network_i
     monkeypatch.setattr(price_cuts.PriceCuts, "_fuse", lambda s, last=False: None if last else combine(s))
     for s, without in zip(combined, found(), strict=True):
         assert s.bound <= s.cost < without.cost
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(
-    every_network_is_large, monkeypatch, large
-):
-    """Networks that are hardly solved give no answer under any prices. Once one is known, what was given is all.
-
-    `large`: whether the rounds take it for a large network, which is solved to the end.
-    """
-    for module in (cost_network, price_cuts):
-        monkeypatch.setattr(module, "LARGE_NETWORK", 0 if large else np.inf)
-    least = solve(deep(20, 0), objective="peak", layers_repeat=True, break_ties_by_cost=False)
-    limited, left = deep(20, 0, limit=1.02 * least.cost), []
-    solved = price_cuts.branch_and_bound
-
-    def recorded(search, *arguments, **options):
-        left.append(search.effort.limit - search.effort.spent)
-        solved(search, *arguments, **options)
-
-    monkeypatch.setattr(price_cuts, "branch_and_bound", recorded)
-    effort = Effort(1e12, spent=1e12)
-    found = solve(limited, layers_repeat=True, effort=effort, only="answer")
-    assert left[0] == (np.inf if large else price_cuts._EFFORT_WITHOUT_ANSWER) and effort.spent > 1e12
-    left.clear()
-    solve(limited, layers_repeat=True, effort=Effort(1e12, spent=1e12), known=[found.assignment])
-    assert left and max(left) <= 0
-
-
-@pytest.mark.parametrize(
-    ("effort", "what", "fix"),
-    [
-        (Effort(), "in 5 s", "time (seconds=...)"),
-        (Effort(0.0), "in the given effort", "effort (search_seconds=...)"),
-    ],
-)
-def test_the_error_where_nothing_is_found_says_what_ended_the_search(monkeypatch, effort, what, fix):
-    monkeypatch.setattr(importlib.import_module("jshard._search.solve"), "branch_and_bound", lambda *_: None)
-    with pytest.raises(SearchError) as caught:
-        solve(build([[0.0, 1.0]], []), seconds=5, effort=effort)
-    assert f"no feasible assignment found {what}" in str(caught.value)
-    assert f"write instead: more {fix}, or a larger memory limit" in str(caught.value)
-
-
-@pytest.mark.parametrize(("large", "rounds"), [(False, 6), (True, 10)])
-def test_rounds_end_where_the_bound_stays_and_no_answer_is_found(monkeypatch, large, rounds):
-    """Those of a small network, which other searches follow: else they end where prices count for more than all costs."""
-    network, said = deep(3, 0), []
-    limit = 0.99 * solve(network, objective="peak").cost
-    exceeds = solve(network).assignment
-    for module in (cost_network, price_cuts):
-        monkeypatch.setattr(module, "LARGE_NETWORK", 0 if large else np.inf)
-    monkeypatch.setattr(price_cuts.PriceCuts, "_nothing_fits", lambda *_: False)
-    monkeypatch.setattr(
-        price_cuts.PricedNetworks, "solve", lambda s, times, prices, *_: (exceeds, 1 + limit * prices.sum())
-    )
-    search = SearchState(np.inf, 1e-6, said.append, network.size)
-    price_cuts.PriceCuts(network.within(limit), search, limit, lambda _: None).run()
-    assert search.bound == pytest.approx(1) and not search.has_answer
-    assert [s.split("round ")[1] for s in said if "prices on" in s][-1] == str(rounds)
 
 
 def test_prices_prove_of_a_limit_that_nothing_keeps_it(every_network_is_large, monkeypatch):
