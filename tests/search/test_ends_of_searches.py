@@ -11,7 +11,7 @@ import pytest
 
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._search import Effort, build, cost_network, solve
-from jshard._search.memory import lagrangian, price_cuts
+from jshard._search.memory import lagrangian, minimax_peak, price_cuts
 from jshard._search.search_state import SearchState
 from tests.search.test_price_cuts import deep
 
@@ -32,7 +32,8 @@ def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(monkeypatch, 
     `large`: whether the rounds take it for a large network, which is solved to the end. So is one over whose tables an
     effort of `limit` entries allows few passes, unless a plan is known, by its cost.
     """
-    monkeypatch.setattr(lagrangian, "PRICE_CUTS_FROM", 0)
+    for module in (lagrangian, minimax_peak):
+        monkeypatch.setattr(module, "PRICE_CUTS_FROM", 0)
     every_network_is(monkeypatch, large)
     monkeypatch.setattr(cost_network, "_LARGE_TABLES", 0)
     least = solve(deep(20, 0), objective="peak", layers_repeat=True, break_ties_by_cost=False)
