@@ -33,7 +33,7 @@ from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr, JaxMesh, PyTree, PyTreeDef
 from jshard._core.layout import MeshAxes
 from jshard._plan.replay import schedule_of_plan
-from jshard._plan.request import LEAST_EFFORT, PlanRequest, effort_of_call
+from jshard._plan.request import ENOUGH, LEAST_EFFORT, PlanRequest, effort_of_call
 from jshard._program.equation_bodies import rewritten
 from jshard._program.searchsorted_primitive import with_searches
 from jshard._program.shift_patterns import with_shifts
@@ -460,7 +460,7 @@ def _plan_jaxpr(
             tuple(pinned), ties, donated, options.level, options.search, limit if limited else None,
             gap=options.gap, replication_price=options.replication_price, search_seconds=options.search_seconds,
             search_in_budget=options.search_in_budget, estimate=options.estimate, memory_slack=options.memory_slack,
-            names_least_peak=not recomputed, renews_effort=not (recomputed or options.remat) and options.effort_share == 1.0,
+            names_least_peak=not recomputed, effort_again=1 if recomputed or options.effort_share < 1.0 else ENOUGH,
             most=of.most, overlap=options.overlap,
             ends_above=of.ends_above, effort=(effort or of.effort).next_part(share * options.effort_share, LEAST_EFFORT),
         )  # fmt: skip

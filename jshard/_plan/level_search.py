@@ -29,7 +29,7 @@ from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal
 from jshard._plan.overlap_choice import with_shorter_step
 from jshard._plan.peak_descent import cheaper_by_descent, descend_peak
 from jshard._plan.ranked_search import cheapest_by_rank
-from jshard._plan.request import SEARCHED_AGAIN, NoBetterPlan, PlanRequest, merged_pins, pins_by_operator
+from jshard._plan.request import NoBetterPlan, PlanRequest, merged_pins, pins_by_operator, searched_again
 from jshard._plan.scheduled_solution import (
     ROUNDING,
     ScheduledSolution,
@@ -205,13 +205,14 @@ class LevelSearch:
         names_least = self.request.names_least_peak and network.cost_network.size < LARGE_NETWORK
         if proved and (not names_least or solution.peak <= solution.peak_bound):
             return with_bound(solution, *bounds)
-        if not proved and (request := self.request.with_more(self.effort)):
+        if not proved and (request := self.request.with_more(self.effort, lowers=self._above is not None)):
             again = copy.copy(self)  # with its networks, its plans for an interruption, and its last limit
             again.request, again.effort = request, request.effort or self.effort
             found = again._within_budget(network, fastest, None)
             best = fitting_or_lowest((found, of_network(solution, network).after(found)), self._limit)
             floor = max(found.peak_bound, solution.peak_bound)
-            best = dataclasses.replace(best, peak_bound=floor, steps=(SEARCHED_AGAIN, *best.steps))
+            steps = (searched_again(self.request.effort_again), *best.steps)
+            best = dataclasses.replace(best, peak_bound=floor, steps=steps)
             return with_bound(best, max(bounds[0], found.bound), bounds[1])
         # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
         unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)

@@ -32,10 +32,15 @@ LEAST_EFFORT = 0.1
 ENOUGH = 4
 """Times a given effort in which no plan within the budget was found, for the search that is made again."""
 
-SEARCHED_AGAIN = (
-    f"the given effort found no plan within the budget: searched again with {ENOUGH} times as much"
-)
-"""A step of the plan of such a search."""
+
+def searched_again(times: int) -> str:
+    """A step of the plan of such a search.
+
+    >>> searched_again(1)
+    'the given effort found no plan within the budget: searched again with as much'
+    """
+    more = f"{times} times " if times > 1 else ""
+    return f"the given effort found no plan within the budget: searched again with {more}as much"
 
 
 def effort_of_call(seconds: float | None) -> Effort:
@@ -75,8 +80,8 @@ class PlanRequest:
     - `estimate`: whether the first plan of little memory will do, of a program whose every search takes long: its figures
         are estimates of those of another plan.
     - `names_least_peak`: False where a refusal that is proved need not name the least peak: other programs are planned.
-    - `renews_effort`: whether a given effort that finds no plan within the budget is given again, several times larger: not
-        where other programs are planned.
+    - `effort_again`: how many times a given effort is given again where it finds no plan within the budget; 1, where other
+        programs are planned too, only if the limit of its last search would be lowered.
     - `memory_slack`: at levels 0 and 2, the share of the least cost that may be spent on a lower peak.
     - `forced`: what `Plan.why` requires beside the pins.
     - `pinned_results`: output operators that the user pinned, where `pins` has others: an output pinned by
@@ -107,7 +112,7 @@ class PlanRequest:
     estimate: bool = False
     memory_slack: float = 0.0
     names_least_peak: bool = True
-    renews_effort: bool = True
+    effort_again: int = ENOUGH
     most: float = math.inf
     ends_above: float = math.inf
     overlap: bool | Literal["search"] = True
@@ -117,12 +122,16 @@ class PlanRequest:
         """The request without costs at which its searches end, and with an effort of its own."""
         return dataclasses.replace(self, most=math.inf, ends_above=math.inf, effort=None)
 
-    def with_more(self, effort: Effort) -> PlanRequest | None:
-        """The request of a search to be made again, as it found no plan in a given effort; None where it is not to be."""
-        if not self.renews_effort or effort.limit == math.inf:
+    def with_more(self, effort: Effort, lowers: bool) -> PlanRequest | None:
+        """The request of a search to be made again, as it found no plan in a given effort; None where it is not to be.
+
+        `lowers`: whether the first search would have lowered its limit, which the second begins with: once more the same
+        effort may do then.
+        """
+        if effort.limit == math.inf or not self.effort_again or self.effort_again == 1 and not lowers:
             return None
-        again = type(effort)(ENOUGH * effort.limit, whole=effort)
-        return dataclasses.replace(self, effort=again, renews_effort=False)
+        again = type(effort)(self.effort_again * effort.limit, whole=effort)
+        return dataclasses.replace(self, effort=again, effort_again=0)
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

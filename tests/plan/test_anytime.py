@@ -13,6 +13,7 @@ import jshard
 from jshard._core.errors import MemoryBudgetError, SearchError
 from jshard._core.named_topology import TopologyMesh
 from jshard._plan import least_peak, level_search, ranked_search
+from jshard._plan.request import ENOUGH
 from jshard._search import Effort
 from tests.helpers import training_steps
 
@@ -135,12 +136,16 @@ def test_a_search_is_made_again_once_and_not_where_other_programs_are_planned(mo
     )
     planned("chain", remat="auto", memory_budget=int(0.7 * planned("chain").cost.peak_bytes))
     of_plain, *of_remat = requests
-    assert of_plain.renews_effort and of_remat and not any(r.renews_effort for r in of_remat)
-    again = of_plain.with_more(Effort(10.0, spent=11.0))
-    assert (
-        again.effort == Effort(40.0, whole=Effort(10.0, spent=11.0)) and again.with_more(again.effort) is None
-    )
-    assert of_plain.with_more(Effort()) is None
+    spent = Effort(10.0, spent=11.0)
+    for lowers in (False, True):
+        again = of_plain.with_more(spent, lowers)
+        assert again.effort == Effort(40.0, whole=spent)
+        assert again.with_more(again.effort, lowers) is None and of_plain.with_more(Effort(), lowers) is None
+    # So is the program as it was traced, beside which those that compute values again have once more as much at most.
+    assert {r.effort_again for r in of_remat} == {1, ENOUGH}
+    for r in of_remat:
+        without, lower = (r.with_more(spent, lowers) for lowers in (False, True))
+        assert (without is None) == (r.effort_again == 1) and lower.effort.limit == 10.0 * r.effort_again
 
 
 def test_a_least_peak_of_little_search_has_a_bound_that_holds():
