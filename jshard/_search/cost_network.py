@@ -80,7 +80,7 @@ class CostNetwork:
         """
         if self.size >= LARGE_NETWORK:
             return True
-        return self.num_entries >= max(_LARGE_TABLES, effort.of_whole_search / _FEW_PASSES)
+        return self.num_entries >= max(_LARGE_TABLES, effort.search_limit / _FEW_PASSES)
 
     def num_states(self, variable: int) -> int:
         """The number of states of a variable."""

@@ -42,7 +42,7 @@ class Effort:
 
     def part(self, share: float) -> Effort:
         """A part of what is left."""
-        return Effort(share * max(0.0, self.limit - self.spent), 0.0, self, self.of_whole_search)
+        return Effort(share * max(0.0, self.limit - self.spent), 0.0, self, self.search_limit)
 
     def next_part(self, share: float, least: float) -> Effort:
         """A part of what is left for the next of several searches; `least`: a share of the whole that it has in any case.
@@ -61,7 +61,7 @@ class Effort:
         (True, 2.0)
         """
         left = self.limit - self.spent
-        return self if left >= entries else Effort(entries, 0.0, self, self.of_whole_search)
+        return self if left >= entries else Effort(entries, 0.0, self, self.search_limit)
 
     def at_most(self, entries: float) -> Effort:
         """What is left, or so many entries where that is more; what they spend counts here.
@@ -69,7 +69,7 @@ class Effort:
         >>> Effort(10.0, spent=9.0).at_most(4.0).limit, Effort(10.0).at_most(4.0).limit
         (1.0, 4.0)
         """
-        return Effort(min(entries, self.limit - self.spent), 0.0, self, self.of_whole_search)
+        return Effort(min(entries, self.limit - self.spent), 0.0, self, self.search_limit)
 
     def spend(self, entries: float = 0.0, variables: int = 0) -> None:
         """Count entries gone through and variables visited."""
@@ -78,7 +78,7 @@ class Effort:
             self.whole.spend(entries, variables)
 
     @property
-    def of_whole_search(self) -> float:
+    def search_limit(self) -> float:
         """The limit of the search that this is a part of."""
         return self.limit if self.of_search is None else self.of_search
 

@@ -129,7 +129,7 @@ def test_a_program_whose_tables_are_many_begins_with_plans_as_a_large_one_does(m
     assert plan.cost.bound <= best.cost.objective <= plan.cost.objective * (1 + 1e-9)
 
 
-def test_a_search_is_made_again_once_and_not_where_other_programs_are_planned(monkeypatch):
+def test_a_search_is_made_again_once_and_of_programs_that_compute_again_with_as_much_at_most(monkeypatch):
     requests, begin = [], level_search.LevelSearch.__init__
     monkeypatch.setattr(
         level_search.LevelSearch, "__init__", lambda s, *a, **k: requests.append(a[2]) or begin(s, *a, **k)

@@ -369,13 +369,12 @@ def solve_peak(
     assert memory is not None
     every = key_times_above(memory, -np.inf)
     if layers_repeat and network.size >= PRICE_CUTS_FROM and len(every.times):
-        cost_gap = _COST_GAP if network.is_large(search.effort) else _SMALL_COST_GAP
+        large = network.is_large(search.effort)
+        cost_gap = _COST_GAP if large else _SMALL_COST_GAP
         cost_is_low = game_on_few_times(network, search, cost_gap)
         closed = search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP))
-        if closed or network.is_large(search.effort):
-            cost_is_low = cost_is_low or (
-                network.is_large(search.effort) and _cost_is_low(network, search, _NEAR_COST)
-            )
+        if closed or large:
+            cost_is_low = cost_is_low or (large and _cost_is_low(network, search, _NEAR_COST))
             if break_ties_by_cost and not cost_is_low and search.has_answer and not search.out_of_time:
                 min_cost_at_peak(network, search, layers_repeat=True)
                 search.report("least cost at this peak")

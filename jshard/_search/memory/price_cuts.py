@@ -213,8 +213,8 @@ class PricedNetworks:
     ) -> tuple[Ints | None, float]:
         """The best assignment found and the bound, both with bytes charged for; `at_any_time`: as in `priced_network`."""
         graph = self._graph(priced_network(self.network, times, prices, at_any_time))
-        whole = self.network.is_large(search.effort) and search.known_cost == np.inf
-        least = np.inf if whole or self.network.size >= LARGE_NETWORK else _EFFORT_WITHOUT_ANSWER
+        to_the_end = self.network.is_large(search.effort) and search.known_cost == np.inf
+        least = np.inf if to_the_end or self.network.size >= LARGE_NETWORK else _EFFORT_WITHOUT_ANSWER
         inner = SearchState(
             search.deadline,
             gap,
