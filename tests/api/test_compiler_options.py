@@ -1,0 +1,82 @@
+"""A budget of the user's becomes an option of the compiler for TPUs, which schedules within it; nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard
+from jshard._api import compiler_options as module
+from jshard._api.compiler_options import RESERVED, compiler_options, own_budget
+
+
+CPUS = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    device_kind: str
+
+
+def mesh_of(*local: str, others: tuple[str, ...] = ()):
+    """What is asked of a mesh whose process has the devices of these kinds."""
+    devices = [Device(kind) for kind in local]
+    return types.SimpleNamespace(
+        devices=np.array([*(Device(kind) for kind in others), *devices]), local_devices=devices
+    )
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setattr(module, "_can_reserve", lambda device: True)
+
+
+def test_what_a_chip_has_beyond_the_budget_is_reserved(known):
+    assert compiler_options(10 * 2**30, mesh_of("TPU v5 lite")) == {RESERVED: int(5.75 * 2**30)}
+    assert compiler_options(10 * 2**30, mesh_of("TPU v6 lite", others=("TPU v5",))) == {
+        RESERVED: int(21.25 * 2**30)
+    }
+    # The devices of a compiler without chips belong to no process.
+    compiled_for = mesh_of(others=("TPU7x",))
+    assert compiler_options(94 * 2**30, compiled_for) == {RESERVED: int(0.75 * 2**30)}
+
+
+def test_no_option_without_a_budget_below_the_memory_of_a_known_chip(known):
+    assert compiler_options(None, mesh_of("TPU v5 lite")) is None
+    assert compiler_options(16 * 2**30, mesh_of("TPU v5 lite")) is None
+    assert compiler_options(10 * 2**30, mesh_of("TPU v4")) is None
+    assert compiler_options(10 * 2**30, mesh_of("NVIDIA H100 80GB HBM3")) is None
+    assert compiler_options(10 * 2**30, jax.sharding.AbstractMesh((2,), ("x",))) is None
+
+
+def test_compilers_that_do_not_know_the_option_are_not_given_it():
+    assert not module._can_reserve(jax.devices("cpu")[0])
+
+
+def test_a_default_budget_is_no_wish_of_the_user():
+    x = jax.ShapeDtypeStruct((64, 64), "float32")
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    options = dict(mesh=mesh, hardware="tpu-v5e")
+    assert own_budget(jshard.shard(jnp.sin, **options).plan(x)) is None
+    assert own_budget(jshard.shard(jnp.sin, memory_budget="1GiB", **options).plan(x)) == 2**30
+    # Without a limit of the chip there is no default.
+    assert own_budget(jshard.shard(jnp.sin, mesh=mesh, hardware="cpu", memory_budget=2**20).plan(x)) == 2**20
+    assert own_budget(jshard.shard(jnp.sin, mesh=mesh, hardware="cpu").plan(x)) is None
+
+
+def test_programs_are_compiled_with_the_options_of_their_plan(monkeypatch):
+    """On CPUs an option of TPUs is refused by the compiler, so that it arrives there is seen by the error."""
+    f = jshard.shard(lambda x: x + 1, mesh=CPUS, memory_budget=2**20)
+    x = jnp.ones(8)
+    np.testing.assert_array_equal(f(x), x + 1)
+    monkeypatch.setattr(
+        "jshard._api.executable.compiler_options", lambda budget, mesh: {RESERVED: int(budget)}
+    )
+    again = jshard.shard(lambda x: x + 1, mesh=CPUS, memory_budget=2**20)
+    with pytest.raises(RuntimeError, match=RESERVED):
+        again.lower(x).compile()
