@@ -4,9 +4,10 @@ Problem.  A compiler schedules for the whole memory of its chip. Where a user pl
 the one for TPUs then delays what nobody waits for, and holds its operands meanwhile. A GPT step of four layers planned
 with `remat="auto"` within 1.65 GB was compiled to 1.87 GB on chips of 16 GB.
 
-Idea.  `xla_tpu_user_reserved_hbm_bytes` takes bytes from the memory that the compiler schedules for, and computes values
-again for; it refuses no program that needs more. So what the chip has beyond the budget is reserved. A default budget is
-no wish of the user's: nothing is reserved for it, and the compiler may use the whole chip.
+Idea.  `xla_tpu_user_reserved_hbm_bytes` takes bytes from the memory that the compiler schedules for; it refuses no program
+that needs more. Within a tenth of what is left it begins to compute values again, so that much is left beyond the budget:
+of a GPT step with `jax.checkpoint` the compiled operators take 10% longer where no more than the budget is left, for no byte
+less, and 2% where 6% more is. A default budget is no wish of the user's: the compiler may use the whole chip.
 
 >>> import jax, numpy as np
 >>> mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
@@ -50,7 +51,7 @@ def compiler_options(budget: float | None, mesh: JaxMesh) -> Mapping[str, int] |
         return None
     # Of several processes each asks the compiler of its own devices, which are all of one kind.
     device = (mesh.local_devices or list(mesh.devices.flat))[0]
-    reserved = int(COMPILER_GIB.get(device.device_kind, 0) * 2**30 - budget)
+    reserved = int(COMPILER_GIB.get(device.device_kind, 0) * 2**30 - budget / HBM_FRACTION)
     return {RESERVED: reserved} if reserved > 0 and _can_reserve(device) else None
 
 

@@ -36,19 +36,19 @@ def known(monkeypatch):
     monkeypatch.setattr(module, "_can_reserve", lambda device: True)
 
 
-def test_what_a_chip_has_beyond_the_budget_is_reserved(known):
-    assert compiler_options(10 * 2**30, mesh_of("TPU v5 lite")) == {RESERVED: int(5.75 * 2**30)}
-    assert compiler_options(10 * 2**30, mesh_of("TPU v6 lite", others=("TPU v5",))) == {
+def test_what_a_chip_has_beyond_the_budget_and_a_tenth_is_reserved(known):
+    assert compiler_options(9 * 2**30, mesh_of("TPU v5 lite")) == {RESERVED: int(5.75 * 2**30)}
+    assert compiler_options(9 * 2**30, mesh_of("TPU v6 lite", others=("TPU v5",))) == {
         RESERVED: int(21.25 * 2**30)
     }
     # The devices of a compiler without chips belong to no process.
     compiled_for = mesh_of(others=("TPU7x",))
-    assert compiler_options(94 * 2**30, compiled_for) == {RESERVED: int(0.75 * 2**30)}
+    assert compiler_options(81 * 2**30, compiled_for) == {RESERVED: int(4.75 * 2**30)}
 
 
 def test_no_option_without_a_budget_below_the_memory_of_a_known_chip(known):
     assert compiler_options(None, mesh_of("TPU v5 lite")) is None
-    assert compiler_options(16 * 2**30, mesh_of("TPU v5 lite")) is None
+    assert compiler_options(15 * 2**30, mesh_of("TPU v5 lite")) is None
     assert compiler_options(10 * 2**30, mesh_of("TPU v4")) is None
     assert compiler_options(10 * 2**30, mesh_of("NVIDIA H100 80GB HBM3")) is None
     assert compiler_options(10 * 2**30, jax.sharding.AbstractMesh((2,), ("x",))) is None
