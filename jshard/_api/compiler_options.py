@@ -18,14 +18,14 @@ None
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from jshard._api.plan import Plan
 from jshard._core import hardware
-from jshard._core.jax_types import JaxMesh
+from jshard._core.jax_types import Device, JaxMesh
 from jshard._spec.options import HBM_FRACTION
 
 
@@ -45,7 +45,7 @@ def own_budget(plan: Plan) -> float | None:
     return None if hbm is not None and plan.memory_budget == HBM_FRACTION * hbm else plan.memory_budget
 
 
-def compiler_options(budget: float | None, mesh: JaxMesh) -> Mapping[str, int] | None:
+def compiler_options(budget: float | None, mesh: JaxMesh) -> dict[str, Any] | None:
     """Options of `jax.jit` for a program that was planned within `budget` bytes a device; None where there are none."""
     if budget is None or isinstance(mesh, AbstractMesh):
         return None
@@ -56,7 +56,7 @@ def compiler_options(budget: float | None, mesh: JaxMesh) -> Mapping[str, int] |
 
 
 @functools.lru_cache(maxsize=8)
-def _can_reserve(device: jax.Device) -> bool:
+def _can_reserve(device: Device) -> bool:
     """Whether the compiler of a device knows the option: JAX raises an error for one that it does not know."""
     number = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
     try:
