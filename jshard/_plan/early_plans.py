@@ -157,6 +157,7 @@ def budget_start(
     limited, bound, prices = memory.within(limit), fastest.bound, None
     cheapest = assignment_of_solution(fastest)[:size]
     free = with_copies(memory, cheapest)
+    solver: PricedNetworks | None = None
 
     def combined(given: Sequence[Ints], prices_only: bool = False) -> list[Ints]:
         given = [with_copies(memory, x[:size]) for x in given]
@@ -177,7 +178,8 @@ def budget_start(
         given = [assignment_of_solution(known)]
         answers = combined(given)
     if not effort.exhausted and all(peak(limited, x) > limit for x in answers):
-        more = first_answers(PricedNetworks(limited), fastest.cost, effort=effort, prices=prices)
+        of_limited = PricedNetworks(limited, begun=solver)
+        more = first_answers(of_limited, fastest.cost, effort=effort, prices=prices)
         answers = combined([*given, *more.assignments])
     plans = [known] if known is not None else []
     for x in reversed(answers):

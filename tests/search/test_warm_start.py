@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 
-from jshard._search.bound_and_fix import fix_by_reduced_cost
-from jshard._search.cost_network import build
+from jshard._search.bound_and_fix import PrimalSteps, fix_by_reduced_cost
+from jshard._search.cost_network import build, evaluate
 from jshard._search.dual.edge_batches import min_plus_columns
 from jshard._search.dual.layer_folding import fold_layers
 from jshard._search.dual.message_layout import build_message_layout
-from jshard._search.dual.trws import trws, trws_pass
+from jshard._search.dual.trws import DualBound, trws, trws_pass
 from jshard._search.dual.warm_start import reparametrization_between, restore_messages, save_messages
 from jshard._search.exact.reduce import reduce
 from jshard._search.exact.working_network import Contradiction, working_network
+from jshard._search.memory.price_cuts import PricedNetworks, priced_network
 from jshard._search.search_state import SearchState
 from jshard._search.solve import solve
 
@@ -151,3 +152,55 @@ def test_layers_are_walked_side_by_side_and_may_differ(monkeypatch):
 def test_without_a_bound_nothing_is_closed(gap):
     search = SearchState(np.inf, gap, lambda _: None, 1, incumbent_cost=1.0)
     assert not search.gap_closed(-np.inf) and not search.gap_closed(0.5) and search.gap_closed(1.0)
+
+
+def with_memory(seed: int, variables: int, more: int = 0):
+    """A network whose variables are held for a while each; `more` others follow, next to some of the first."""
+    rng = np.random.default_rng(seed)
+    unary = [rng.integers(0, 40, 8).astype(float) for _ in range(variables)]
+    usages = [rng.integers(1, 40, 8).astype(float) for _ in range(variables)]
+    edges = [
+        (i, j, rng.integers(0, 40, (8, 8)).astype(float))
+        for i in range(variables)
+        for j in sorted(rng.choice(variables, 4, replace=False).tolist())
+        if i < j
+    ]
+    for k in range(more):
+        unary.append(rng.integers(0, 40, 5).astype(float))
+        usages.append(rng.integers(1, 40, 5).astype(float))
+        edges += [(i, variables + k, rng.integers(0, 40, (8, 5)).astype(float)) for i in (k, k + 3, k + 5)]
+    intervals = [[v % 5, v % 5 + 3] for v in range(len(unary))]
+    return build(unary, edges, intervals=intervals, usages=usages, limit=60.0 * len(unary))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_priced_network_begins_with_what_is_known_of_one_with_fewer_variables(seed, monkeypatch):
+    """Its first bound is higher, also where the other network knows nothing of some variables, and what it finds holds."""
+    bounds: list[float] = []
+    look = PrimalSteps.__call__
+
+    def noted(steps: PrimalSteps, dual: DualBound, stalled: bool):
+        bounds.append(dual.bound)
+        return look(steps, dual, stalled)
+
+    monkeypatch.setattr(PrimalSteps, "__call__", noted)
+    prices = np.array([4]), np.array([0.1])
+    first = PricedNetworks(with_memory(seed, 40))
+    first.solve(*prices, SearchState(np.inf, 0.0, lambda _: None, 40), 0.02)
+    assert first.similar is not None
+    larger = with_memory(seed, 40, more=4)
+    assert larger.size == 44
+
+    def solved(begun: PricedNetworks | None):
+        bounds.clear()
+        found = PricedNetworks(larger, begun=begun)
+        assert (found.tables is first.tables) == (begun is not None)
+        answer, bound = found.solve(*prices, SearchState(np.inf, 0.0, lambda _: None, 44), 0.02)
+        priced = priced_network(larger, *prices)
+        assert answer is not None and bound <= evaluate(priced, answer)
+        return bounds[0], bound, evaluate(priced, answer)
+
+    (warm_first, warm_bound, warm), (cold_first, cold_bound, cold) = solved(first), solved(None)
+    assert warm_first > cold_first
+    # Each bound holds for both answers.
+    assert max(warm_bound, cold_bound) <= min(warm, cold)

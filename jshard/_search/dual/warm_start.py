@@ -80,6 +80,8 @@ def restore_messages(
         return _positions(subsets[states], subsets[wanted])
 
     for (v, to_v), (w, to_w) in _edge_messages(layout):
+        if max(v, w) >= len(before.adj):
+            continue  # a variable that the other network lacks
         old, new = before.adj[v].get(w), graph.adj[v][w]
         states = [(before.states[x], graph.states[x]) for x in (v, w)]
         moved = None
