@@ -21,11 +21,11 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard._api.plan import Plan
 from jshard._core import hardware
-from jshard._core.jax_types import Device, JaxMesh
+from jshard._core.jax_types import JaxMesh
 from jshard._spec.options import HBM_FRACTION
 
 
@@ -49,18 +49,20 @@ def compiler_options(budget: float | None, mesh: JaxMesh) -> dict[str, Any] | No
     """Options of `jax.jit` for a program that was planned within `budget` bytes a device; None where there are none."""
     if budget is None or isinstance(mesh, AbstractMesh):
         return None
-    # Of several processes each asks the compiler of its own devices, which are all of one kind.
-    device = (mesh.local_devices or list(mesh.devices.flat))[0]
-    reserved = int(COMPILER_GIB.get(device.device_kind, 0) * 2**30 - budget / HBM_FRACTION)
-    return {RESERVED: reserved} if reserved > 0 and _can_reserve(device) else None
+    kind = mesh.devices.flat[0].device_kind
+    reserved = int(COMPILER_GIB.get(kind, 0) * 2**30 - budget / HBM_FRACTION)
+    return {RESERVED: reserved} if reserved > 0 and _is_known(RESERVED, mesh) else None
 
 
 @functools.lru_cache(maxsize=8)
-def _can_reserve(device: Device) -> bool:
-    """Whether the compiler of a device knows the option: JAX raises an error for one that it does not know."""
-    number = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
+def _is_known(option: str, mesh: JaxMesh) -> bool:
+    """Whether the compiler of a mesh knows an option of integers: it raises an error for one that it does not know.
+
+    Asked on the whole mesh: it may be that of the context, and of several processes all are told the same.
+    """
+    number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
     try:
-        jax.jit(lambda x: x, compiler_options={RESERVED: 0}).lower(number).compile()
-    except (RuntimeError, ValueError):  # that of the runtime is a RuntimeError
+        jax.jit(lambda x: x, compiler_options={option: 0}).lower(number).compile()
+    except RuntimeError:  # that of the compiler
         return False
     return True

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import jshard
 from jshard._api import compiler_options as module
 from jshard._api.compiler_options import RESERVED, compiler_options, own_budget
 
 
-CPUS = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+CPUS = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,27 +24,20 @@ class Device:
     device_kind: str
 
 
-def mesh_of(*local: str, others: tuple[str, ...] = ()):
-    """What is asked of a mesh whose process has the devices of these kinds."""
-    devices = [Device(kind) for kind in local]
-    return types.SimpleNamespace(
-        devices=np.array([*(Device(kind) for kind in others), *devices]), local_devices=devices
-    )
+def mesh_of(kind: str):
+    """What is asked of a mesh of such devices."""
+    return types.SimpleNamespace(devices=np.array([[Device(kind), Device(kind)]]))
 
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(module, "_can_reserve", lambda device: True)
+    monkeypatch.setattr(module, "_is_known", lambda option, mesh: True)
 
 
 def test_what_a_chip_has_beyond_the_budget_and_a_tenth_is_reserved(known):
     assert compiler_options(9 * 2**30, mesh_of("TPU v5 lite")) == {RESERVED: int(5.75 * 2**30)}
-    assert compiler_options(9 * 2**30, mesh_of("TPU v6 lite", others=("TPU v5",))) == {
-        RESERVED: int(21.25 * 2**30)
-    }
-    # The devices of a compiler without chips belong to no process.
-    compiled_for = mesh_of(others=("TPU7x",))
-    assert compiler_options(81 * 2**30, compiled_for) == {RESERVED: int(4.75 * 2**30)}
+    assert compiler_options(9 * 2**30, mesh_of("TPU v6 lite")) == {RESERVED: int(21.25 * 2**30)}
+    assert compiler_options(81 * 2**30, mesh_of("TPU7x")) == {RESERVED: int(4.75 * 2**30)}
 
 
 def test_no_option_without_a_budget_below_the_memory_of_a_known_chip(known):
@@ -54,8 +48,16 @@ def test_no_option_without_a_budget_below_the_memory_of_a_known_chip(known):
     assert compiler_options(10 * 2**30, jax.sharding.AbstractMesh((2,), ("x",))) is None
 
 
-def test_compilers_that_do_not_know_the_option_are_not_given_it():
-    assert not module._can_reserve(jax.devices("cpu")[0])
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_compilers_are_asked_for_an_option(axes):
+    """Also within a mesh of the user's: an error of that would be taken for one of the compiler."""
+    for mesh in (CPUS, jax.make_mesh((2,), ("x",), axis_types=(axes,))):
+        assert not module._is_known(RESERVED, mesh)
+        assert module._is_known("xla_backend_optimization_level", mesh)
+        module._is_known.cache_clear()
+        with jax.set_mesh(mesh):
+            assert module._is_known("xla_backend_optimization_level", mesh)
+            assert module._is_known("xla_backend_optimization_level", CPUS)
 
 
 def test_a_default_budget_is_no_wish_of_the_user():
