@@ -18,7 +18,6 @@ None
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -45,7 +44,7 @@ def own_budget(plan: Plan) -> float | None:
     return None if hbm is not None and plan.memory_budget == HBM_FRACTION * hbm else plan.memory_budget
 
 
-def compiler_options(budget: float | None, mesh: JaxMesh) -> dict[str, Any] | None:
+def compiler_options(budget: float | None, mesh: JaxMesh) -> dict[str, int] | None:
     """Options of `jax.jit` for a program that was planned within `budget` bytes a device; None where there are none."""
     if budget is None or isinstance(mesh, AbstractMesh):
         return None
