@@ -5,9 +5,9 @@ the one for TPUs then delays what nobody waits for, and holds its operands meanw
 with `remat="auto"` within 1.65 GB was compiled to 1.87 GB on chips of 16 GB.
 
 Idea.  `xla_tpu_user_reserved_hbm_bytes` takes bytes from the memory that the compiler schedules for; it refuses no program
-that needs more. Within a tenth of what is left it begins to compute values again, so that much is left beyond the budget:
-of a GPT step with `jax.checkpoint` the compiled operators take 10% longer where no more than the budget is left, for no byte
-less, and 2% where 6% more is. A default budget is no wish of the user's: the compiler may use the whole chip.
+that needs more. From nine tenths of what is left on it computes values again, so the budget over 0.9 is left: of a GPT step
+with `jax.checkpoint` the compiled operators take 10% longer where no more than the budget is left, for no byte less, and 2%
+where 6% more is. With a default budget nothing is reserved: the compiler may use the whole chip.
 
 >>> import jax, numpy as np
 >>> mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
@@ -23,25 +23,24 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jshard._api.plan import Plan
-from jshard._core import hardware
 from jshard._core.jax_types import JaxMesh
-from jshard._spec.options import HBM_FRACTION
+from jshard._spec.default_budget import default_memory_budget
 
 
 RESERVED = "xla_tpu_user_reserved_hbm_bytes"
+
+# Part of the memory it has, from which on the compiler computes values again: by its compiled cycles with ever less memory
+# (`benchmarks/compilers/peaks.md`).
+RECOMPUTES_FROM = 0.9
 
 # GiB that the compiler schedules for, by `device_kind`: of its errors "exceeds available HBM (15.75G)", libtpu 0.0.42.
 # A TPU v4 is not among them: how much it has depends on whether its two cores are one device.
 COMPILER_GIB = {"TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25, "TPU7x": 94.75}
 
 
-def own_budget(plan: Plan) -> float | None:
+def explicit_budget(plan: Plan) -> float | None:
     """The memory budget of a plan in bytes a device, where it is not the default one of its chip."""
-    try:
-        hbm = hardware.get(plan.chip).hbm_bytes
-    except ValueError:  # a chip that this process has not registered
-        hbm = None
-    return None if hbm is not None and plan.memory_budget == HBM_FRACTION * hbm else plan.memory_budget
+    return None if plan.memory_budget == default_memory_budget(plan.chip) else plan.memory_budget
 
 
 def compiler_options(budget: float | None, mesh: JaxMesh) -> dict[str, int] | None:
@@ -49,7 +48,7 @@ def compiler_options(budget: float | None, mesh: JaxMesh) -> dict[str, int] | No
     if budget is None or isinstance(mesh, AbstractMesh):
         return None
     kind = mesh.devices.flat[0].device_kind
-    reserved = int(COMPILER_GIB.get(kind, 0) * 2**30 - budget / HBM_FRACTION)
+    reserved = int(COMPILER_GIB.get(kind, 0) * 2**30 - budget / RECOMPUTES_FROM)
     return {RESERVED: reserved} if reserved > 0 and _is_known(RESERVED, mesh) else None
 
 

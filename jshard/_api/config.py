@@ -239,17 +239,10 @@ def config_of_plan(
 ) -> Config:
     """The configuration of a plan (`Plan.to_config`), on the mesh for which it was made; `in_tree` of its arguments."""
     from jshard._config.export import config_of_plan
-    from jshard._core import hardware
     from jshard._core.layout import MeshAxes
-    from jshard._spec.options import HBM_FRACTION
+    from jshard._spec.default_budget import default_memory_budget
 
     mesh = plan.mesh
     if jax_mesh is not None:
         mesh = MeshAxes(tuple(jax_mesh.axis_names), tuple(jax_mesh.axis_sizes))
-    try:
-        hbm = hardware.get(plan.chip).hbm_bytes
-    except ValueError:  # a chip that this process has not registered
-        hbm = None
-    return as_config(
-        config_of_plan(plan, mesh, machine, None if hbm is None else HBM_FRACTION * hbm, in_tree)
-    )
+    return as_config(config_of_plan(plan, mesh, machine, default_memory_budget(plan.chip), in_tree))

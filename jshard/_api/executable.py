@@ -25,7 +25,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
-from jshard._api.compiler_options import compiler_options, own_budget
+from jshard._api.compiler_options import compiler_options, explicit_budget
 from jshard._api.differentiation import WITHOUT_PADDING, planned_alone_note
 from jshard._api.gradient_together import gradient_together
 from jshard._api.plan import Plan
@@ -220,7 +220,7 @@ def _lower(prepared: PlannedCall) -> jax.stages.Lowered:
         ),
         donate_argnums=donate_argnums or None,
         donate_argnames=donate_argnames or None,
-        compiler_options=compiler_options(own_budget(prepared.plan), mesh),
+        compiler_options=compiler_options(explicit_budget(prepared.plan), mesh),
     )
     return jitted.lower(*args, **kwargs)
 

@@ -17,6 +17,7 @@ from jshard._core.saved_chip import named_chip
 from jshard._core.topology import Topology
 from jshard._program.user_shard_map import mesh_axes
 from jshard._spec.committed_shardings import Placement
+from jshard._spec.default_budget import default_memory_budget
 from jshard._spec.entry import JointConstraint, Pin
 from jshard._spec.mesh_selection import (
     ChosenMesh,
@@ -26,7 +27,6 @@ from jshard._spec.mesh_selection import (
     mesh_device_count,
     mesh_devices,
 )
-from jshard._spec.options import HBM_FRACTION
 
 
 def requested_mesh(request: ShardRequest, argument_mesh: JaxMesh | None = None) -> MeshRequest | None:
@@ -127,5 +127,4 @@ def memory_budget(request: ShardRequest, topology: Topology) -> float | None:
     """Bytes per device that a plan may use; None for no limit."""
     if request.options.memory_budget is not None:
         return float(request.options.memory_budget)
-    hbm = topology.chip.hbm_bytes
-    return None if hbm is None else HBM_FRACTION * hbm
+    return default_memory_budget(topology.chip)

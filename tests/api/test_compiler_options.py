@@ -1,4 +1,4 @@
-"""A budget of the user's becomes an option of the compiler for TPUs, which schedules within it; nothing else does."""
+"""An explicit memory budget becomes an option of the compiler for TPUs; a default one does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import jshard
 from jshard._api import compiler_options as module
-from jshard._api.compiler_options import RESERVED, compiler_options, own_budget
+from jshard._api.compiler_options import RESERVED, compiler_options, explicit_budget
 
 
 CPUS = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
@@ -34,7 +34,7 @@ def known(monkeypatch):
     monkeypatch.setattr(module, "_is_known", lambda option, mesh: True)
 
 
-def test_what_a_chip_has_beyond_the_budget_and_a_tenth_is_reserved(known):
+def test_all_but_the_budget_over_nine_tenths_is_reserved(known):
     assert compiler_options(9 * 2**30, mesh_of("TPU v5 lite")) == {RESERVED: int(5.75 * 2**30)}
     assert compiler_options(9 * 2**30, mesh_of("TPU v6 lite")) == {RESERVED: int(21.25 * 2**30)}
     assert compiler_options(81 * 2**30, mesh_of("TPU7x")) == {RESERVED: int(4.75 * 2**30)}
@@ -60,15 +60,18 @@ def test_compilers_are_asked_for_an_option(axes):
             assert module._is_known("xla_backend_optimization_level", CPUS)
 
 
-def test_a_default_budget_is_no_wish_of_the_user():
+def test_a_default_budget_is_not_explicit():
     x = jax.ShapeDtypeStruct((64, 64), "float32")
     mesh = jax.sharding.AbstractMesh((2,), ("x",))
     options = dict(mesh=mesh, hardware="tpu-v5e")
-    assert own_budget(jshard.shard(jnp.sin, **options).plan(x)) is None
-    assert own_budget(jshard.shard(jnp.sin, memory_budget="1GiB", **options).plan(x)) == 2**30
+    assert explicit_budget(jshard.shard(jnp.sin, **options).plan(x)) is None
+    assert explicit_budget(jshard.shard(jnp.sin, memory_budget="1GiB", **options).plan(x)) == 2**30
     # Without a limit of the chip there is no default.
-    assert own_budget(jshard.shard(jnp.sin, mesh=mesh, hardware="cpu", memory_budget=2**20).plan(x)) == 2**20
-    assert own_budget(jshard.shard(jnp.sin, mesh=mesh, hardware="cpu").plan(x)) is None
+    assert (
+        explicit_budget(jshard.shard(jnp.sin, mesh=mesh, hardware="cpu", memory_budget=2**20).plan(x))
+        == 2**20
+    )
+    assert explicit_budget(jshard.shard(jnp.sin, mesh=mesh, hardware="cpu").plan(x)) is None
 
 
 def test_programs_are_compiled_with_the_options_of_their_plan(monkeypatch):
