@@ -4,13 +4,9 @@ import numpy as np
 import pytest
 
 from jshard._search.cost_network import build
+from jshard._search.exact.min_plus import BOOLEAN_ENTRIES, BROADCAST_ENTRIES
 from jshard._search.exact.reduce import reduce
-from jshard._search.exact.table_pool import (
-    BOOLEAN_PRODUCT_ENTRIES,
-    PRODUCT_ENTRIES,
-    SPARSE_ENTRIES,
-    TablePool,
-)
+from jshard._search.exact.table_pool import SPARSE_ENTRIES, TablePool
 from jshard._search.exact.working_network import working_network
 from jshard._search.solve import solve
 
@@ -36,7 +32,7 @@ def test_a_product_is_the_least_sum(sparse: str) -> None:
         b = few_a_column(rng, 40, 60, 3)
     u = rng.integers(0, 9, 40).astype(float)
     u[5] = np.inf
-    assert a.size * b.shape[1] > PRODUCT_ENTRIES
+    assert a.size * b.shape[1] > BROADCAST_ENTRIES
     pool = TablePool(1.0)
     product = pool.min_plus_product(pool.table_id(a), pool.table_id(u), pool.table_id(b))
     expected = (a[:, :, None] + u[None, :, None] + b[None]).min(axis=1)
@@ -49,7 +45,7 @@ def test_a_product_of_hard_constraints_is_the_least_sum(costs: list[float]) -> N
     rng = np.random.default_rng(4)
     a, b = [np.where(rng.random(shape) < 0.9, np.inf, 0.0) for shape in ((90, 70), (70, 110))]
     u = rng.choice(costs, 70)
-    assert a.size * b.shape[1] > BOOLEAN_PRODUCT_ENTRIES
+    assert a.size * b.shape[1] > BOOLEAN_ENTRIES
     pool = TablePool(1.0)
     product = pool.min_plus_product(pool.table_id(a), pool.table_id(u), pool.table_id(b))
     assert np.array_equal(pool.arrays[product], (a[:, :, None] + u[None, :, None] + b[None]).min(axis=1))

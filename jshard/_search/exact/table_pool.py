@@ -23,15 +23,11 @@ from numpy.typing import NDArray
 
 from jshard._core.arrays import Floats, Ints
 from jshard._search.cost_network import ArrayPool, CostNetwork
+from jshard._search.exact.min_plus import BOOLEAN_ENTRIES, SPARSE_SHARE, min_plus, min_plus_of_constraints
 
 
 ALL_PAIRS_STATES = 32  # states up to which dominance compares all pairs of states at once
-PRODUCT_ENTRIES = 20_000  # joint entries up to which a min-plus product is one broadcast operation
-BOOLEAN_PRODUCT_ENTRIES = (
-    500_000  # joint entries above which hard constraints are multiplied as boolean matrices
-)
 SPARSE_ENTRIES = 20_000  # of a table below which its share of finite entries does not matter
-SPARSE_SHARE = 0.25  # finite entries of every column at most, where a product looks at those alone
 # What the pool's work counts, in entries of `effort.py`: fitted to the seconds of reductions of small networks.
 PER_TABLE = 2000.0
 PER_TABLE_ENTRY, PER_JOINT_ENTRY, PER_DIFFERENCE = 0.2, 1 / 64, 0.1
@@ -277,13 +273,13 @@ class TablePool:
             joint = a.size * b.shape[1]
             self.work += PER_JOINT_ENTRY * joint
             if (
-                joint > BOOLEAN_PRODUCT_ENTRIES
+                joint > BOOLEAN_ENTRIES
                 and self._is_hard_constraint(left)
                 and self._is_hard_constraint(right)
             ):
-                product = _min_plus_of_constraints(a, costs, b)
+                product = min_plus_of_constraints(a, costs, b)
             else:
-                product = _min_plus(a + costs, b)
+                product = min_plus(a + costs, b, self.grid)
             known = self._product[key] = self.table_id(product)
         return known
 
@@ -432,58 +428,3 @@ class TablePool:
 def _with_finite_entries(table: Floats) -> Floats:
     """A normalised table for differences of its rows, whose maxima are 0 or more: what is forbidden in both adds nothing."""
     return np.where(np.isinf(table), _FORBIDDEN, table)
-
-
-def _min_plus(a: Floats, b: Floats) -> Floats:
-    """min over x of a[i, x] + b[x, j].
-
-    Where the columns of `b` or the rows of `a` allow few x each (copies of a tensor: each decides a layout), only those
-    are looked at.
-
-    >>> inf = np.inf
-    >>> _min_plus(np.array([[1.0, 5.0], [2.0, inf]]), np.array([[0.0, inf], [3.0, 1.0]])).tolist()
-    [[1.0, 6.0], [2.0, inf]]
-    """
-    if a.size * b.shape[1] <= PRODUCT_ENTRIES:
-        return (a[:, :, None] + b[None]).min(axis=1)
-    few = SPARSE_SHARE * len(b)
-    if 2 * np.count_nonzero(np.isinf(b)) > b.size and np.isfinite(b).sum(axis=0).max() <= few:
-        return _min_plus_few(a, b)
-    if 2 * np.count_nonzero(np.isinf(a)) > a.size and np.isfinite(a).sum(axis=1).max() <= few:
-        return _min_plus_few(b.T, a.T).T
-    out = a[:, 0, None] + b[0]
-    work = np.empty_like(out)
-    for x in range(1, len(b)):
-        np.add(a[:, x, None], b[x], out=work)
-        np.minimum(out, work, out=out)
-    return out
-
-
-def _min_plus_of_constraints(a: Floats, costs: Floats, b: Floats) -> Floats:
-    """min over x of a[i, x] + costs[x] + b[x, j], where the entries of `a` and `b` are 0 or inf.
-
-    For each cost, whether there is an x of that cost is a boolean matrix product.
-
-    >>> inf = np.inf
-    >>> _min_plus_of_constraints(np.array([[0, inf], [0, 0]]), np.array([5.0, 3.0]), np.array([[0, inf], [0, 0]])).tolist()
-    [[5.0, inf], [3.0, 3.0]]
-    """
-    allowed_a, allowed_b = np.isfinite(a).astype(np.float32), np.isfinite(b).astype(np.float32)
-    out = np.full((len(a), b.shape[1]), np.inf)
-    for cost in np.unique(costs[np.isfinite(costs)])[::-1]:  # the least last
-        x = costs == cost
-        out[allowed_a[:, x] @ allowed_b[x] > 0] = cost
-    return out
-
-
-def _min_plus_few(a: Floats, b: Floats) -> Floats:
-    """The same where the columns of `b` have few finite entries."""
-    finite = np.isfinite(b)
-    most = max(1, int(finite.sum(axis=0).max()))
-    rows = np.argsort(~finite, axis=0, kind="stable")[:most]  # (most, columns): those of finite entries first
-    entries = np.take_along_axis(b, rows, axis=0)
-    by_row = np.ascontiguousarray(a.T)
-    out = np.full((b.shape[1], len(a)), np.inf)
-    for x, cost in zip(rows, entries, strict=True):
-        np.minimum(out, by_row[x] + cost[:, None], out=out)
-    return out.T
