@@ -78,7 +78,7 @@ def plan_recomputed(
     search = RecomputeSearch(recomputation, plan_of, plan_in, limit, seconds)
     best = search.run(original)
     if best is None:
-        call = _original_within_budget(search, plan_jaxpr)
+        call = _original_within_budget(search, plan_jaxpr, seconds)
         cost = plan_in(call).cost
         return call, None, ("remat: nothing is computed again",), (cost.bound, cost.space)
     assert best.planned is not None
@@ -87,13 +87,18 @@ def plan_recomputed(
 
 
 def _original_within_budget(
-    search: RecomputeSearch[Call], plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float, Effort], Call]
+    search: RecomputeSearch[Call],
+    plan_jaxpr: Callable[[ClosedJaxpr | None, bool, float, Effort], Call],
+    seconds: float | None,
 ) -> Call:
-    """The program as traced within the budget, or the refusal of the choice that keeps least."""
-    if (None, True) in search.planned and search.refusal is not None:
+    """The program as traced within the budget, or the refusal of the choice that keeps least.
+
+    It has the effort of a call that computes nothing again: what that finds is not refused. `seconds`: that effort.
+    """
+    if search.refusal is not None and search.proved_of_traced(seconds is None):
         raise search.refusal
     try:
-        return plan_jaxpr(None, True, math.inf, search.next_effort())
+        return plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))
     except MemoryBudgetError as error:
         least = [e for e in (search.refusal, error) if e is not None]
         raise min(least, key=lambda e: e.least_found) from None

@@ -32,6 +32,7 @@ from jshard._plan.recomputation import Recomputation
 from jshard._plan.recompute_peaks import estimated_first_choice
 from jshard._report.refusal_text import Remedy, refusal_error
 from jshard._schedule.peak_profile import COPIES, INTERMEDIATE
+from jshard._spec.options import PlanOptions
 from jshard._spec.tree_paths import argument_names
 
 
@@ -39,8 +40,8 @@ _OPERATORS = 30_000  # of all programs that are planned to try remedies; the fir
 _PADDED_OPERATORS = 4_000  # of a program that is planned with padded sizes too, up to three times as often
 _ESTIMATED_GAP = 0.01  # relative, of the plans of larger programs: their figures are estimates
 _LEAST_PEAK_EFFORT = 8  # times that of a plan of least time
-_RECOMPUTE_SECONDS = 1  # of search for what is computed again: without a limit some programs take minutes
-_RECOMPUTE_EFFORT = 10  # the same: a few choices of what is computed again, some of them within the budget
+_SEARCH_SECONDS = 1  # of search within the budget: without a limit some programs take minutes
+_SEARCH_EFFORT = 10  # times that of a plan of least time
 _MORE_DEVICES = 64  # times as many at most
 
 
@@ -133,6 +134,27 @@ class Trials:
             return remedy
         return self.recomputed(remedy, changed, call.chosen.axes.total, args, kwargs) or remedy
 
+    @property
+    def may_search(self) -> bool:
+        """Whether the effort that is left suffices for a search within the budget."""
+        return self.spent + _SEARCH_EFFORT * self.refusal.operators <= _OPERATORS
+
+    def searched(self, advice: str, options: PlanOptions, **changes: object) -> Remedy | None:
+        """The remedy of a changed call that is planned within the budget, as one would get it; None where that finds none.
+
+        It is searched for a second unless the user says for how long; `advice` then says so too.
+
+        Arguments: as of `plan`; `options`: of the changed call.
+        """
+        if not self.may_search:
+            return None
+        self.spent += _SEARCH_EFFORT * self.refusal.operators
+        if options.search_seconds is None:
+            options = dataclasses.replace(options, search_seconds=_SEARCH_SECONDS)
+            advice += f', config={{"search_seconds": {_SEARCH_SECONDS}}}'
+        call = self.planned(dataclasses.replace(self.request, options=options, **changes))
+        return None if call is None else Remedy(advice, call.plan.cost.peak_bytes, call.plan.step_seconds)
+
     def planned(
         self,
         request: ShardRequest,
@@ -206,9 +228,18 @@ def donate(trials: Trials) -> Iterator[Remedy]:
     if free:
         call = dataclasses.replace(request.call, donate_argnums=every)
         shown = f"({every[0]},)" if len(every) == 1 else str(every)
-        remedy = trials.plan(f"donate_argnums={shown}", call=call)
-        if remedy is not None and remedy.peak < trials.refusal.peak:
+        refusal, advice = trials.refusal, f"donate_argnums={shown}"
+        remedy = trials.plan(advice, call=call)
+        if remedy is None:
+            return
+        if remedy.peak > refusal.limit and not remedy.searched:
+            remedy = trials.searched(advice, request.options, call=call) or remedy
+        if remedy.peak < refusal.peak:
             yield remedy
+        else:  # the plan of least time holds more than the one that was refused, which would hold less itself
+            yield Remedy(
+                advice, refusal.peak_if_donated, refusal.step_seconds, estimated=True, searched=False
+            )
 
 
 def _replaceable(trials: Trials) -> list[int]:
@@ -249,18 +280,12 @@ def recompute(trials: Trials) -> Iterator[Remedy]:
     request, refusal = trials.request, trials.refusal
     if request.options.remat is not None or refusal.argument_bytes > refusal.limit:
         return
-    advice, effort = 'remat="auto"', _RECOMPUTE_EFFORT * refusal.operators
-    if trials.spent + effort > _OPERATORS:
+    advice = 'remat="auto"'
+    if not trials.may_search:
         free = Remedy(advice, refusal.peak, refusal.step_seconds)
         remedy = trials.recomputed(free, request, refusal.mesh.total)
     else:
-        trials.spent += effort
-        options = dataclasses.replace(request.options, remat="auto")
-        if options.search_seconds is None:
-            options = dataclasses.replace(options, search_seconds=_RECOMPUTE_SECONDS)
-            advice += f', config={{"search_seconds": {_RECOMPUTE_SECONDS}}}'
-        call = trials.planned(dataclasses.replace(request, options=options))
-        remedy = None if call is None else Remedy(advice, call.plan.cost.peak_bytes, call.plan.step_seconds)
+        remedy = trials.searched(advice, dataclasses.replace(request.options, remat="auto"))
     if remedy is not None:
         yield remedy
 

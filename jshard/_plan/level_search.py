@@ -23,7 +23,7 @@ from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.early_plans import BudgetStart, budget_start, early_plan, is_large_and_limited
 from jshard._plan.least_peak import least_peak_bound, least_peak_plans, least_peak_plans_of_large, peak_search
-from jshard._plan.lowered_limits import ROUNDS, Counted, LimitSearch, last_above, least_counted
+from jshard._plan.lowered_limits import ROUNDS, Counted, LimitSearch, last_above, least_counted, when_spent
 from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
@@ -154,9 +154,9 @@ class LevelSearch:
 
     def _run(self) -> ScheduledSolution:
         """Search by level. A plan of least time within the budget is that of the budget too, with its proof."""
-        network = self.first_network
         if self.request.level == 1:
-            return self.minimize_peak(network)
+            return self.minimize_peak()
+        network = self.first_network
         check_useful_plans(network, self.request, least_conceivable_cost(network.cost_network))
         early = None
         if is_large_and_limited(self.program, self.request):
@@ -214,12 +214,14 @@ class LevelSearch:
             steps = (searched_again(self.request.effort_again), *best.steps)
             best = dataclasses.replace(best, peak_bound=floor, steps=steps)
             return with_bound(best, max(bounds[0], found.bound), bounds[1])
-        # Plans that fit may have to repeat products: that is priced in their cost, but not in this search.
-        unpriced = self.network(replication_price=0.0, price_returned_sums=False, second_copies=False)
-        search = self._with_effort(_REFUSAL_SECONDS * ENTRIES_PER_SECOND) if proved else self
+        # As level 1 searches, with as much effort as was given: what that finds within the budget is not refused.
+        little = self.effort.at_most(_REFUSAL_SECONDS * ENTRIES_PER_SECOND).limit
+        of_level_1 = dataclasses.replace(self.request, level=1, memory_limit=None, memory_slack=0.0)
+        search = self._search_of(of_level_1, little if proved else self.effort.limit)
         try:
-            smallest = search.minimize_peak(unpriced).after(solution)
-        except SearchError:  # a large network has no answer where no effort is left
+            lowest = dataclasses.replace(search.minimize_peak(), request=self.request)
+            smallest = of_network(lowest, network).after(solution)
+        except SearchError:  # a large network has no answer in little effort
             smallest = solution
         best = fitting_or_lowest((smallest, solution), self._limit)
         if best.peak > self._limit:
@@ -227,12 +229,11 @@ class LevelSearch:
             if not proved:
                 bounding = memory_network(best.network, lower_bound=True)
                 best = descend_peak(best, bounding, Effort(), self._limit)
-        return with_bound(of_network(best, network), *bounds)
+        return with_bound(best, *bounds)
 
-    def _with_effort(self, most: float, request: PlanRequest | None = None) -> LevelSearch:
+    def _search_of(self, request: PlanRequest, most: float) -> LevelSearch:
         """A search of the same program with an effort of its own, in table entries."""
-        effort = Effort(min(most, self.effort.limit - self.effort.spent), whole=self.effort)
-        request = dataclasses.replace(request or self.request, effort=effort)
+        request = dataclasses.replace(request, effort=Effort(most, whole=self.effort))
         return LevelSearch(self.program, self.topology, request, self.on_progress)
 
     def minimize_time(self, network: PlanningNetwork) -> ScheduledSolution:
@@ -272,7 +273,7 @@ class LevelSearch:
                 return []
             gap = max(self.request.memory_gap, EACH_BUDGET.gap * slack)
             request = dataclasses.replace(self.request, memory_limit=budget, memory_gap=gap)
-            search = self._with_effort(each, request)
+            search = self._search_of(request, self.effort.at_most(each).limit)
             return search._search_schedules(network, estimating, fastest, most, rounds=EACH_BUDGET.rounds)[0]
 
         return prefer_memory(fastest, self._peak_floor, plans_within, slack)
@@ -285,16 +286,16 @@ class LevelSearch:
             on_progress=self.on_progress, effort=effort, most=r.ends_above,
         )  # fmt: skip
 
-    def minimize_peak(self, network: PlanningNetwork) -> ScheduledSolution:
+    def minimize_peak(self) -> ScheduledSolution:
         """The plan of least peak among the schedules of several searches; a faster one if its peak is as low."""
-        r = self.request
+        r, network = self.request, self.first_network
         # The memory networks do not count every copy; the plan of least time sometimes makes fewer.
         fastest = solve(
             network.cost_network, gap=r.memory_gap, seconds=self._seconds(r.memory_seconds),
             effort=self.effort.part(_SHARE_WITHOUT_BUDGET),
         )  # fmt: skip
         plan = schedule_solution(network, r, fastest.assignment, 0.0, fastest.steps)
-        note = self._known_plan if r.level == 1 else lambda _: None
+        note = self._known_plan
         note(plan)
         bounding = memory_network(network, lower_bound=True)
         search = peak_search(network, r, (fastest.cost, plan.peak), self.effort, self.on_progress)
@@ -303,9 +304,7 @@ class LevelSearch:
         else:
             found, bound = least_peak_plans(plan, bounding, search, self.effort, note)
         best = dataclasses.replace(least_peak_plan(found, bound), steps=found[1].steps)
-        return (
-            descend_peak(best, bounding, self.effort, best.bound * (1 + ROUNDING)) if r.level == 1 else best
-        )
+        return descend_peak(best, bounding, self.effort, best.bound * (1 + ROUNDING))
 
     def minimize_time_under_budget(
         self, network: PlanningNetwork, fastest: ScheduledSolution
@@ -461,7 +460,8 @@ class LevelSearch:
             plan = plan or schedule_solution(network, self.request, s.assignment, fastest.bound, s.steps)
             return self._known_plan(dataclasses.replace(plan, steps=s.steps).after(fastest))
 
-        least, ends = lambda: least_counted(memory, effort), lambda: effort.exhausted and not large
+        least = functools.partial(least_counted, memory, effort)
+        ends = when_spent(memory, effort, self.request.names_least_peak)
         tried = LimitSearch(limit, solved, scheduled, rounds, furthest, may_fit, least, ends, self._above)
         plans, found = tried.run(*start)
         self._above = None if large else last_above(plans, found, limit)

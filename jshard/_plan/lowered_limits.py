@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 
 from jshard._core.arrays import Ints
 from jshard._plan.scheduled_solution import ScheduledSolution
-from jshard._search import CostNetwork, Effort, Prices, Solution
+from jshard._search import LARGE_NETWORK, CostNetwork, Effort, Prices, Solution
 
 
 ROUNDS = 6
+_LATE_LIMITS = 2  # tried after the effort was spent, where every search takes long for that effort
 _OVERSHOOT = 1.05  # of the excess, by which a limit is lowered
 _NEARLY = 0.98  # of the bytes that the network counts of a plan: no limit between the two is tried
 _RAISED = 2  # times that a limit is raised again
@@ -39,6 +40,16 @@ def least_counted(memory: CostNetwork, effort: Effort) -> float:
     from jshard._search.memory.minimax_peak import bound_at_fullest_time  # here: the import stays light
 
     return bound_at_fullest_time(memory, effort)
+
+
+def when_spent(memory: CostNetwork, effort: Effort, late_limits: bool) -> Callable[[], bool]:
+    """Whether no other limit is tried, to be asked before each: so once the effort is spent, but in a large network.
+
+    In one of few whose every search takes long for that effort some are, if `late_limits`.
+    """
+    late = iter(range(_LATE_LIMITS if late_limits and memory.is_large(effort) else 0))
+    few = memory.size < LARGE_NETWORK
+    return lambda: effort.exhausted and few and next(late, None) is None
 
 
 Counted = tuple[float, ScheduledSolution]  # the bytes that a memory network counts of a plan, and the plan

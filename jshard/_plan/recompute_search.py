@@ -163,6 +163,14 @@ class RecomputeSearch(Generic[Planned]):
             bounds[t.choice] = max(bounds.get(t.choice, 0.0), t.bound)
         return min(bounds.values())
 
+    def proved_of_traced(self, whole_effort: bool) -> bool:
+        """Whether no plan of the program as it was traced is within the budget, or none was found in as much as there is.
+
+        `whole_effort`: whether every choice had that.
+        """
+        tried = self.planned.get((None, True))
+        return tried is not None and (whole_effort or tried.bound == math.inf)
+
     @property
     def choices_planned(self) -> int:
         """The number of different choices that were planned, the program as it was traced among them."""

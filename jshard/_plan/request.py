@@ -32,6 +32,9 @@ LEAST_EFFORT = 0.1
 ENOUGH = 4
 """Times a given effort in which no plan within the budget was found, for the search that is made again."""
 
+_MOST_AGAIN = 20.0
+"""Seconds of that search's effort, unless more was given: what takes longer is better spent on the least peak."""
+
 
 def searched_again(times: int) -> str:
     """A step of the plan of such a search.
@@ -130,7 +133,8 @@ class PlanRequest:
         """
         if effort.limit == math.inf or not self.effort_again or self.effort_again == 1 and not lowers:
             return None
-        again = type(effort)(self.effort_again * effort.limit, whole=effort)
+        most = max(effort.limit, min(self.effort_again * effort.limit, effort.of_seconds(_MOST_AGAIN).limit))
+        again = type(effort)(most, whole=effort)
         return dataclasses.replace(self, effort=again, effort_again=0)
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:

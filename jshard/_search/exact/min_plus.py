@@ -60,7 +60,7 @@ def min_plus(a: Floats, b: Floats, grid: float) -> Floats:
 
 
 def _exact_shift(a: Floats, b: Floats, grid: float) -> float | None:
-    """A power of two above every finite sum, above twice that where something is forbidden; None where sums could be rounded.
+    """A power of two above every finite sum, above twice that where something is forbidden; None where sums may be rounded.
 
     >>> a, b = np.array([[1.0, 2.0]]), np.array([[3.0], [2.0]])
     >>> _exact_shift(a, b, 0.5), _exact_shift(a, np.array([[3.0], [np.inf]]), 0.5), _exact_shift(a, b, 2.0**-60)
@@ -93,7 +93,7 @@ def _by_distances(a: Floats, b: Floats, shift: float) -> Floats:
     half, forbidden_a, forbidden_b = shift / 2, np.isinf(a), np.isinf(b)
     u = np.where(forbidden_a, -half, -a)
     v = np.ascontiguousarray(np.where(forbidden_b, -half, b - shift).T)
-    distance = cdist(u, v, "chebyshev")
+    distance: Floats = cdist(u, v, "chebyshev")
     if not (forbidden_a.any() or forbidden_b.any()):
         return shift - distance
     return np.where(distance > half, shift - distance, np.inf)

@@ -272,11 +272,7 @@ class TablePool:
             a, costs, b = self.arrays[left], self.arrays[u], self.arrays[right]
             joint = a.size * b.shape[1]
             self.work += PER_JOINT_ENTRY * joint
-            if (
-                joint > BOOLEAN_ENTRIES
-                and self._is_hard_constraint(left)
-                and self._is_hard_constraint(right)
-            ):
+            if joint > BOOLEAN_ENTRIES and self._is_hard_constraint(left) and self._is_hard_constraint(right):
                 product = min_plus_of_constraints(a, costs, b)
             else:
                 product = min_plus(a + costs, b, self.grid)

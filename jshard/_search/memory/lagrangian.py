@@ -38,7 +38,14 @@ from jshard._search.memory.budget_repair import (
 from jshard._search.memory.dual_ascent import DualAscent
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import KeyTimes, key_times_above
-from jshard._search.memory.price_cuts import ROUNDS, TIE_BREAK_ROUNDS, TIE_BREAK_ROUNDS_IF_LARGE, PriceCuts
+from jshard._search.memory.price_cuts import (
+    OVERDUE,
+    ROUNDS,
+    TIE_BREAK_ROUNDS,
+    TIE_BREAK_ROUNDS_IF_LARGE,
+    PriceCuts,
+    effort_without_answer,
+)
 from jshard._search.memory.reduced_problem import (
     ReducedProblem,
     core_states,
@@ -290,20 +297,28 @@ class _LimitedSearch:
     ) -> None:
         """Ascend the dual, and repair every priced answer, until the gap is closed or nothing helps any more.
 
-        `patience`: rounds in which the gap hardly shrinks after which that is so. `until_found`: whatever it takes,
-        while no answer is known. `answer_only`: it is the cost that has to shrink; better bounds are of no use.
+        `patience`: rounds in which the gap hardly shrinks after which that is so. `until_found`: for some rounds after the
+        effort was spent too, while no answer is known. `answer_only`: it is the cost that has to shrink; better bounds
+        are of no use.
         """
         search, ascent, memory = self.search, self.ascent, self.problem.memory
         # Rounds of message passing per price: fewer on a large core. Counts and not seconds, so that two runs agree.
         max_rounds = int(np.clip(100_000 // max(1, len(self.problem.core.variables)), 20, 60))
         rounds, progress = 0, GapProgress(_CHEAPER if answer_only else _SHRINKS, patience)
+        overdue = 0  # rounds after the effort was spent
         while rounds < max_prices and not (
-            search.is_late if until_found and self.states is None else search.out_of_time
+            search.is_late or overdue >= OVERDUE
+            if until_found and self.states is None
+            else search.out_of_time
         ):
+            overdue += search.effort.exhausted
             proved = 0.0 if answer_only else search.bound
             if search.has_answer and progress.stalled(search.incumbent_cost - proved):
                 break
-            answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds)
+            effort = search.effort
+            if self.states is None:
+                effort = effort.at_least(effort_without_answer(effort))
+            answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds, effort=effort)
             rounds += 1
             bound = answer.bound + float(ascent.prices @ (memory.constant - self.limit))
             ascent.record(bound)

@@ -17,6 +17,7 @@ from jshard._core.arrays import Floats, Ints
 from jshard._core.errors import MemoryBudgetError
 from jshard._search.branch_and_bound import branch_and_bound
 from jshard._search.cost_network import CostNetwork, Memory
+from jshard._search.effort import Effort
 from jshard._search.exact.reduce import reduce
 from jshard._search.exact.table_pool import TablePool
 from jshard._search.exact.working_network import Contradiction, WorkingNetwork, working_network
@@ -141,6 +142,7 @@ def solve_lagrangian(
     search: SearchState,
     max_rounds: int,
     tables: TablePool | None = None,
+    effort: Effort | None = None,
 ) -> LagrangianAnswer:
     """Solve the core with every state charged for its bytes.
 
@@ -148,12 +150,14 @@ def solve_lagrangian(
 
     - `problem`: the core.
     - `multipliers`: price of a byte at each key time.
-    - `search`: for its deadline.
+    - `search`: for its deadline and its effort.
     - `max_rounds`: rounds of message passing at most.
     - `tables`: a copy of the core's, which keeps what is computed here; None for one that does not.
+    - `effort`: in place of that of the search.
     """
     graph = priced_core(problem, multipliers, tables)
-    inner = SearchState(search.deadline, 1e-6, lambda _: None, search.num_variables, effort=search.effort)
+    effort = effort or search.effort
+    inner = SearchState(search.deadline, 1e-6, lambda _: None, search.num_variables, effort=effort)
     branch_and_bound(inner, graph, max_rounds=max_rounds, may_branch=False)
     assignment = inner.assignment
     if assignment is None:
