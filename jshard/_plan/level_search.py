@@ -211,7 +211,7 @@ class LevelSearch:
             found = again._within_budget(network, fastest, None)
             best = fitting_or_lowest((found, of_network(solution, network).after(found)), self._limit)
             floor = max(found.peak_bound, solution.peak_bound)
-            steps = (searched_again(self.request.effort_again), *best.steps)
+            steps = (searched_again(self.request.times_again(self.effort)), *best.steps)
             best = dataclasses.replace(best, peak_bound=floor, steps=steps)
             return with_bound(best, max(bounds[0], found.bound), bounds[1])
         # As level 1 searches, with as much effort as was given: what that finds within the budget is not refused.

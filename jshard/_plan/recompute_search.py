@@ -10,7 +10,8 @@ the next ones and the program as it was traced within the budget, whose layouts 
 all others. A search ends where its bound is not below the cost of a plan that fits.
 
 Effort.  What the user allows is for all choices together: each has a half of what those before it left, and at least a
-tenth of the whole. Beyond these few no other is planned once it is spent, or four times as much where nothing fits.
+tenth of the whole. Beyond these few no other is planned once it is spent, or four times as much where nothing fits. Before
+a refusal the program as it was traced is planned once more, with the effort of a call that computes nothing again.
 
 Bound.  A plan of a choice costs no less than that choice's bound, with or without a budget. So the least of the bounds is
 one on all plans of all choices that were planned, and the plan says how many these are; over all choices where all were.

@@ -36,13 +36,15 @@ _MOST_AGAIN = 20.0
 """Seconds of that search's effort, unless more was given: what takes longer is better spent on the least peak."""
 
 
-def searched_again(times: int) -> str:
+def searched_again(times: float) -> str:
     """A step of the plan of such a search.
 
     >>> searched_again(1)
     'the given effort found no plan within the budget: searched again with as much'
+    >>> searched_again(2.5)
+    'the given effort found no plan within the budget: searched again with 2.5 times as much'
     """
-    more = f"{times} times " if times > 1 else ""
+    more = f"{times:.2g} times " if times > 1 else ""
     return f"the given effort found no plan within the budget: searched again with {more}as much"
 
 
@@ -133,9 +135,14 @@ class PlanRequest:
         """
         if effort.limit == math.inf or not self.effort_again or self.effort_again == 1 and not lowers:
             return None
-        most = max(effort.limit, min(self.effort_again * effort.limit, effort.of_seconds(_MOST_AGAIN).limit))
-        again = type(effort)(most, whole=effort)
+        again = type(effort)(self.times_again(effort) * effort.limit, whole=effort)
         return dataclasses.replace(self, effort=again, effort_again=0)
+
+    def times_again(self, effort: Effort) -> float:
+        """How many times as much as an effort the search has that is made again: once or more, up to `_MOST_AGAIN`."""
+        if not effort.limit:
+            return self.effort_again
+        return min(self.effort_again, max(1.0, effort.of_seconds(_MOST_AGAIN).limit / effort.limit))
 
     def with_pins(self, more: Sequence[tuple[int, str, int, Pin]]) -> PlanRequest:
         """The request with more pins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ import pytest
 from jax.sharding import AxisType
 
 import jshard
-from jshard._api import remedies
+from jshard._api import plan_recomputed, remedies
+from jshard._core.errors import MemoryBudgetError
+from jshard._plan.recompute_search import RecomputeSearch
+from jshard._search.effort import ENTRIES_PER_SECOND
 from tests.program.test_recompute import LOSSES, step_of
 
 
@@ -248,3 +252,30 @@ def test_residuals_that_are_results_of_the_loop_as_well() -> None:
         assert plan.kept is not None and plan.cost.peak_bytes <= 0.85 * free
         for got, expected in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bound", "seconds", "again"), [(0.0, 3.0, True), (float("inf"), 3.0, False), (0.0, None, False)]
+)
+def test_before_a_refusal_the_traced_program_has_the_effort_of_a_call_without_remat(bound, seconds, again):
+    """A step of speculative decoding was refused with `remat="auto"`, in a budget that it kept without.
+
+    Not where it is proved that it cannot fit (`bound`), or where every search had as much as it takes.
+    """
+    refusal = MemoryBudgetError("no plan fits", where="there", fix="more", least_found=9.0)
+    search = SimpleNamespace(refusal=refusal, planned={(None, True): SimpleNamespace(bound=bound)})
+    search.proved_of_traced = functools.partial(RecomputeSearch.proved_of_traced, search)
+    efforts = []
+
+    def plan_jaxpr(jaxpr, limited, most, effort):
+        assert jaxpr is None and limited and most == float("inf")
+        efforts.append(effort.limit / ENTRIES_PER_SECOND)
+        return "plan"
+
+    if again:
+        assert plan_recomputed._original_within_budget(search, plan_jaxpr, seconds) == "plan"
+        assert efforts == [seconds]
+    else:
+        with pytest.raises(MemoryBudgetError) as caught:
+            plan_recomputed._original_within_budget(search, plan_jaxpr, seconds)
+        assert caught.value is refusal and not efforts

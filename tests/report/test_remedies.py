@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jshard._program.memory.liveness import liveness
 from jshard._report.format_units import format_bytes
 from jshard._schedule.checkpoint_estimate import checkpoint_estimate
 from jshard._schedule.peak import peak_bytes, peak_profile
+from jshard._spec.options import CallOptions
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -338,7 +340,7 @@ def test_a_refusal_names_a_low_peak_though_it_is_proved_that_nothing_fits():
 
 def test_the_row_of_recomputation_names_the_effort_with_which_one_gets_its_plan(monkeypatch):
     """It was planned without one, which took minutes of some programs of a hundred operators."""
-    monkeypatch.setattr(remedies, "_RECOMPUTE_SECONDS", 0.1)
+    monkeypatch.setattr(remedies, "_SEARCH_SECONDS", 0.1)
     monkeypatch.setattr(remedies, "REMEDIES", (remedies.recompute,))
     step, args = training(4, 4000, 48)
     free = jshard.shard(step, mesh=on(4), hardware="tpu-v5e", donate_argnums=(0, 1)).plan(*args)
@@ -401,3 +403,30 @@ def test_the_peak_that_a_refusal_names_is_near_the_least_though_it_is_proved_tha
     least = jshard.shard(step, mesh=on(2, 4), hardware="tpu-v5e", level=1).plan(*args).cost.peak_bytes
     error = refused(step, args, int(0.85 * least))
     assert error.proved_least > 0.85 * least and error.least_found < 1.1 * least
+
+
+@pytest.mark.parametrize(
+    ("free", "searched", "expected"),
+    [
+        (90.0, None, ("donate_argnums=(0,)", 90.0, False)),  # what donating alone gives
+        (150.0, 95.0, ("donate_argnums=(0,), for a second", 95.0, False)),
+        (110.0, None, ("donate_argnums=(0,)", 110.0, False)),
+        (150.0, None, ("donate_argnums=(0,)", 115.0, True)),  # of the refused plan, by an estimate
+    ],
+)
+def test_donation_is_advised_though_the_plan_of_least_time_holds_more(free, searched, expected):
+    """A step of a mixture of experts with Adam fits a budget of 130,000 bytes donated, where 168,200 are needed else."""
+    x = jax.ShapeDtypeStruct((8,), "float32")
+    found = remedies.Remedy("donate_argnums=(0,), for a second", searched or 0.0, 1.0)
+    trials = SimpleNamespace(
+        request=SimpleNamespace(
+            fn=lambda x: x + 1, call=CallOptions(donate_argnums=()), statics=((), ()), options=None
+        ),
+        args=(x,),
+        kwargs={},
+        refusal=SimpleNamespace(peak=120.0, peak_if_donated=115.0, limit=100.0, step_seconds=1.0),
+        plan=lambda advice, call: remedies.Remedy(advice, free, 1.0, searched=False),
+        searched=lambda advice, options, call: found if searched else None,
+    )
+    (row,) = remedies.donate(trials)
+    assert (row.advice, row.peak, row.estimated) == expected

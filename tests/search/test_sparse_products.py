@@ -1,9 +1,10 @@
-"""Min-plus products of tables whose columns or rows allow few states are those of the definition, to the bit."""
+"""Min-plus products, of tables whose columns or rows allow few states too, are those of the definition, to the bit."""
 
 import numpy as np
 import pytest
 
 from jshard._search.cost_network import build
+from jshard._search.exact import min_plus
 from jshard._search.exact.min_plus import BOOLEAN_ENTRIES, BROADCAST_ENTRIES
 from jshard._search.exact.reduce import reduce
 from jshard._search.exact.table_pool import SPARSE_ENTRIES, TablePool
@@ -37,6 +38,24 @@ def test_a_product_is_the_least_sum(sparse: str) -> None:
     product = pool.min_plus_product(pool.table_id(a), pool.table_id(u), pool.table_id(b))
     expected = (a[:, :, None] + u[None, :, None] + b[None]).min(axis=1)
     assert np.array_equal(pool.arrays[product], expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("grid", [2.0**-40, 2.0**-47, 2.0**-48, 2.0**-52])
+def test_a_full_product_is_the_least_sum_to_the_bit(monkeypatch, share: float, grid: float) -> None:
+    """By distances, where their shift is exact on the grid of the costs, as it is not on the finest. `share`: forbidden."""
+    rng, shifts = np.random.default_rng(6), []
+    distances = min_plus._by_distances
+    monkeypatch.setattr(min_plus, "_by_distances", lambda *g: (shifts.append(g[2]), distances(*g))[1])
+    a, b = [np.floor(rng.random(shape) * 9.0 / grid) * grid for shape in ((61, 47), (47, 53))]
+    for table in (a, b):
+        table[rng.random(table.shape) < share] = np.inf
+    a[3], b[:, 5] = (np.inf, np.inf) if share else (a[3], b[:, 5])
+    assert a.size * b.shape[1] >= min_plus.DISTANCE_ENTRIES
+    product = min_plus.min_plus(a, b, grid)
+    assert np.array_equal(product, (a[:, :, None] + b[None]).min(axis=1))
+    exact = (64.0 if share else 32.0) <= 2.0**53 * grid
+    assert bool(shifts) == exact and all(s == (64.0 if share else 32.0) for s in shifts)
 
 
 @pytest.mark.parametrize("costs", [[0.0], [7.0], [3.0, 1.0, np.inf, 2.0]])

@@ -93,7 +93,7 @@ def _by_distances(a: Floats, b: Floats, shift: float) -> Floats:
     half, forbidden_a, forbidden_b = shift / 2, np.isinf(a), np.isinf(b)
     u = np.where(forbidden_a, -half, -a)
     v = np.ascontiguousarray(np.where(forbidden_b, -half, b - shift).T)
-    distance: Floats = cdist(u, v, "chebyshev")
+    distance = np.asarray(cdist(u, v, "chebyshev"), dtype=np.float64)
     if not (forbidden_a.any() or forbidden_b.any()):
         return shift - distance
     return np.where(distance > half, shift - distance, np.inf)
