@@ -91,7 +91,7 @@ def graph_attention(nodes: int = 24, edges: int = 48, width: int = 8, heads: int
 
 
 def test_a_budget_that_the_plan_of_level_1_keeps_is_not_refused(monkeypatch):
-    """Though the search within the budget finds nothing: 4,596 bytes were named as the least, level 1 has a plan of 4,500."""
+    """Though the search within the budget finds nothing: 4,596 bytes were named as the least, level 1 has 4,500."""
     step, args = graph_attention()
     options = dict(mesh=jax.sharding.AbstractMesh((2, 2), ("x", "y")), hardware="tpu-v5e")
     lowest = jshard.shard(step, level=1, **options).plan(*args).cost.peak_bytes
