@@ -52,7 +52,7 @@ def test_while_no_answer_is_known_a_round_has_an_effort_of_its_own(monkeypatch, 
         else pytest.raises(MemoryBudgetError, match="none is known to exist")
     ):
         found = solve(limited, layers_repeat=True, effort=effort, only="answer", known_cost=known)
-    assert left[0] == (np.inf if whole else price_cuts.effort_without_answer(effort)) and effort.spent > limit
+    assert left[0] == (np.inf if whole else price_cuts.EFFORT_WITHOUT_ANSWER) and effort.spent > limit
     if large or limit > 10:
         left.clear()
         solve(limited, layers_repeat=True, effort=Effort(limit, spent=limit), known=[found.assignment])

@@ -39,12 +39,12 @@ from jshard._search.memory.dual_ascent import DualAscent
 from jshard._search.memory.ilp import solve_small_core
 from jshard._search.memory.key_times import KeyTimes, key_times_above
 from jshard._search.memory.price_cuts import (
+    EFFORT_WITHOUT_ANSWER,
     OVERDUE,
     ROUNDS,
     TIE_BREAK_ROUNDS,
     TIE_BREAK_ROUNDS_IF_LARGE,
     PriceCuts,
-    effort_without_answer,
 )
 from jshard._search.memory.reduced_problem import (
     ReducedProblem,
@@ -317,7 +317,7 @@ class _LimitedSearch:
                 break
             effort = search.effort
             if self.states is None:
-                effort = effort.at_least(effort_without_answer(effort))
+                effort = effort.at_least(EFFORT_WITHOUT_ANSWER)
             answer = solve_lagrangian(self.problem, ascent.prices, search, max_rounds, effort=effort)
             rounds += 1
             bound = answer.bound + float(ascent.prices @ (memory.constant - self.limit))

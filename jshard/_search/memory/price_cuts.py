@@ -40,7 +40,7 @@ from jshard._search.cost_network import (
     live_bytes,
 )
 from jshard._search.dual.warm_start import CoreMessages
-from jshard._search.effort import ENTRIES_PER_SECOND, Effort
+from jshard._search.effort import ENTRIES_PER_SECOND
 from jshard._search.exact.reduce_batched import starting_network
 from jshard._search.exact.table_pool import TablePool, largest_of_edges, quantum
 from jshard._search.exact.working_network import WorkingNetwork
@@ -71,8 +71,7 @@ OVERDUE = 6
 # Table entries of a round while no answer is known, though the effort is spent: prices under which networks are hardly
 # solved found none in 32 rounds, where such rounds found one in 4 (a vision transformer's training step on 2 x 2 x 2).
 # Large networks are solved to the end: Llama-70B's took 34 s so in place of 229.
-_EFFORT_WITHOUT_ANSWER = 1.0 * ENTRIES_PER_SECOND
-_LEAST_EFFORT_WITHOUT_ANSWER = 0.2 * ENTRIES_PER_SECOND  # ... however little was given for the whole search
+EFFORT_WITHOUT_ANSWER = 1.0 * ENTRIES_PER_SECOND
 SHORT_INTERVAL = 0.01  # of the whole time: what is held no longer is held within a layer, or little more
 DEARER = 2.0  # times the cost of the cheapest answer, that a bound above it makes a limit doubtful
 FEASIBLE_GAP = 0.005  # of the peak's bound, that proves of a limit that nothing keeps it
@@ -140,15 +139,6 @@ def priced_network(
             unary.append(unary[key[0]] + sum(price * memory.usage_tables[table] for table, price in key[1]))
         node_table[v] = known[key]
     return replace(network, unary=tuple(unary), node_table=node_table, memory=None)
-
-
-def effort_without_answer(effort: Effort) -> float:
-    """Table entries of a round while no answer is known, though the effort is spent: at most what the search was given.
-
-    >>> [effort_without_answer(Effort(most)) for most in (0.0, 5e7, 3e8)]
-    [20000000.0, 50000000.0, 100000000.0]
-    """
-    return min(_EFFORT_WITHOUT_ANSWER, max(effort.search_limit, _LEAST_EFFORT_WITHOUT_ANSWER))
 
 
 def without_costs(network: CostNetwork) -> CostNetwork:
@@ -230,11 +220,7 @@ class PricedNetworks:
         """The best assignment found and the bound, both with bytes charged for; `at_any_time`: as in `priced_network`."""
         graph = self._graph(priced_network(self.network, times, prices, at_any_time))
         to_the_end = self.network.is_large(search.effort) and search.known_cost == np.inf
-        least = (
-            np.inf
-            if to_the_end or self.network.size >= LARGE_NETWORK
-            else effort_without_answer(search.effort)
-        )
+        least = np.inf if to_the_end or self.network.size >= LARGE_NETWORK else EFFORT_WITHOUT_ANSWER
         inner = SearchState(
             search.deadline,
             gap,
