@@ -146,7 +146,7 @@ def replayed(closed: ClosedJaxpr, plan: Plan, chip: Chip, name: str) -> ClosedJa
         raise PlanMismatchError(
             f"the plan computes values of another program again: {plan.name}, this one is {name}",
             where=f"plan= of {name}",
-            fix="load the plan of this function, shapes and dtypes, or plan again",
+            fix="load the plan of this function, shapes, dtypes and donated arguments, or plan again",
         )
     return recomputation.program(choice)
 

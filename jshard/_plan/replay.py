@@ -42,7 +42,7 @@ def schedule_of_plan(program: Program, topology: Topology, plan: PlanRecord) -> 
             f"the plan is of another program: {plan.name} with {len(plan.operators)} operators, "
             f"this one is {program.name} with {equations}",
             where=f"plan= of {program.name}",
-            fix="load the plan of this function, shapes and dtypes, or plan again",
+            fix="load the plan of this function, shapes, dtypes and donated arguments, or plan again",
         )
     cache, endpoints = CandidateCache(program, topology.mesh), dict(plan.decision.endpoints)
     candidates, state = [], []

@@ -104,3 +104,17 @@ def test_a_saved_plan_brings_its_mesh_and_says_when_devices_are_missing():
         "  where: plan= of f\n"
         "  write instead: give mesh= the machine that the plan is for, or plan again"
     )
+
+
+def test_a_plan_of_another_program_is_refused_with_what_makes_it_another():
+    """Donated arguments do: operators are in the order of least memory. The message had twice the same number alone."""
+    x, w = [jax.ShapeDtypeStruct((8, 8), "float32")] * 2
+    mesh = jax.sharding.AbstractMesh((2,), ("a",))
+    plan = jshard.shard(lambda x, w: jax.numpy.sin(x) @ w, mesh=mesh).plan(x, w)
+    with pytest.raises(PlanMismatchError) as e:
+        jshard.shard(lambda x, w: jax.numpy.cos(x) @ w, mesh=mesh, plan=plan).plan(x, w)
+    assert str(e.value) == (
+        "the plan is of another program: <lambda> with 2 operators, this one is <lambda> with 2\n"
+        "  where: plan= of <lambda>\n"
+        "  write instead: load the plan of this function, shapes, dtypes and donated arguments, or plan again"
+    )
