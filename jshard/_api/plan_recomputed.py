@@ -95,7 +95,7 @@ def _original_within_budget(
 
     It has the effort of a call that computes nothing again: what that finds is not refused. `seconds`: that effort.
     """
-    if search.refusal is not None and search.proved_of_traced(seconds is None):
+    if search.refusal is not None and search.traced_is_settled(seconds is None):
         raise search.refusal
     try:
         return plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))

@@ -43,9 +43,9 @@ def least_counted(memory: CostNetwork, effort: Effort) -> float:
 
 
 def when_spent(memory: CostNetwork, effort: Effort, late_limits: bool) -> Callable[[], bool]:
-    """Whether no other limit is tried, to be asked before each: so once the effort is spent, but in a large network.
+    """A test, for `LimitSearch.ends`: the effort is spent, and the network is not of many variables.
 
-    In one of few whose every search takes long for that effort some are, if `late_limits`.
+    Where every search of one of few variables takes long for that effort, `_LATE_LIMITS` more are tried if `late_limits`.
     """
     late = iter(range(_LATE_LIMITS if late_limits and memory.is_large(effort) else 0))
     few = memory.size < LARGE_NETWORK

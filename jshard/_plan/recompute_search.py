@@ -164,10 +164,10 @@ class RecomputeSearch(Generic[Planned]):
             bounds[t.choice] = max(bounds.get(t.choice, 0.0), t.bound)
         return min(bounds.values())
 
-    def proved_of_traced(self, whole_effort: bool) -> bool:
-        """Whether no plan of the program as it was traced is within the budget, or none was found in as much as there is.
+    def traced_is_settled(self, whole_effort: bool) -> bool:
+        """Whether it is of no use to plan the program as it was traced within the budget once more.
 
-        `whole_effort`: whether every choice had that.
+        It is proved that no plan of it fits, or it was planned with the whole effort (`whole_effort`).
         """
         tried = self.planned.get((None, True))
         return tried is not None and (whole_effort or tried.bound == math.inf)

@@ -264,7 +264,7 @@ def test_before_a_refusal_the_traced_program_has_the_effort_of_a_call_without_re
     """
     refusal = MemoryBudgetError("no plan fits", where="there", fix="more", least_found=9.0)
     search = SimpleNamespace(refusal=refusal, planned={(None, True): SimpleNamespace(bound=bound)})
-    search.proved_of_traced = functools.partial(RecomputeSearch.proved_of_traced, search)
+    search.traced_is_settled = functools.partial(RecomputeSearch.traced_is_settled, search)
     efforts = []
 
     def plan_jaxpr(jaxpr, limited, most, effort):
