@@ -95,7 +95,7 @@ def _original_within_budget(
 
     It has the effort of a call that computes nothing again: what that finds is not refused. `seconds`: that effort.
     """
-    if search.refusal is not None and search.traced_is_settled(seconds is None):
+    if search.refusal is not None and search.traced_is_settled:
         raise search.refusal
     try:
         return plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))
@@ -146,7 +146,7 @@ def replayed(closed: ClosedJaxpr, plan: Plan, chip: Chip, name: str) -> ClosedJa
         raise PlanMismatchError(
             f"the plan computes values of another program again: {plan.name}, this one is {name}",
             where=f"plan= of {name}",
-            fix="load the plan of this function, shapes, dtypes and donated arguments, or plan again",
+            fix="load the plan of this function, shapes and dtypes, or plan again",
         )
     return recomputation.program(choice)
 

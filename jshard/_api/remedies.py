@@ -142,12 +142,10 @@ class Trials:
     def searched(self, advice: str, options: PlanOptions, **changes: object) -> Remedy | None:
         """The remedy of a changed call that is planned within the budget, as one would get it; None where that finds none.
 
-        It is searched for a second unless the user says for how long; `advice` then says so too.
+        It is searched for a second unless the user says for how long; `advice` then says so too. For where `may_search`.
 
         Arguments: as of `plan`; `options`: of the changed call.
         """
-        if not self.may_search:
-            return None
         self.spent += _SEARCH_EFFORT * self.refusal.operators
         if options.search_seconds is None:
             options = dataclasses.replace(options, search_seconds=_SEARCH_SECONDS)
@@ -232,14 +230,13 @@ def donate(trials: Trials) -> Iterator[Remedy]:
         remedy = trials.plan(advice, call=call)
         if remedy is None:
             return
-        if remedy.peak > refusal.limit and not remedy.searched:
-            remedy = trials.searched(advice, request.options, call=call) or remedy
-        if remedy.peak < refusal.peak:
-            yield remedy
-        else:  # the plan of least time holds more than the one that was refused, which would hold less itself
-            yield Remedy(
-                advice, refusal.peak_if_donated, refusal.step_seconds, estimated=True, searched=False
-            )
+        if remedy.peak > refusal.limit and not remedy.searched and trials.may_search:
+            within = trials.searched(advice, request.options, call=call)
+            remedy = within or dataclasses.replace(remedy, searched=True)
+        if remedy.peak >= refusal.peak:  # a plan of least time; the one that was refused would hold less
+            peak, seconds = refusal.peak_if_donated, refusal.step_seconds
+            remedy = Remedy(advice, peak, seconds, estimated=True, searched=remedy.searched)
+        yield remedy
 
 
 def _replaceable(trials: Trials) -> list[int]:

@@ -117,8 +117,8 @@ def shard(
         `"memory:1%"` takes the plan of least peak found at up to 1% more than the least cost. `pad`: sizes of large tensors
         that no cut divides are padded where that makes the plan better; `False` never pads, `True` pads small tensors and
         what pinned cuts do not divide too, paths pad arguments at rest (`PaddedArray`). `pipeline`: loops over stacked
-        layers run in stages over a mesh axis, `{"axis": "stage", "microbatches": 16}` (docs/howto/pipelines.md).
-        `overlap`: `False` counts communication that products hide. Of processes: `local_batch`, `check_host_arrays`, ....
+        layers run in stages over a mesh axis, `{"axis": "stage", "microbatches": 16}`; "auto" compares with none. `overlap`:
+        `False` counts communication that products hide. Of processes: `local_batch`, `check_host_arrays`, ....
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in context,
         else one inferred from the strategies.

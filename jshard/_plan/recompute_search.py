@@ -164,13 +164,14 @@ class RecomputeSearch(Generic[Planned]):
             bounds[t.choice] = max(bounds.get(t.choice, 0.0), t.bound)
         return min(bounds.values())
 
-    def traced_is_settled(self, whole_effort: bool) -> bool:
+    @property
+    def traced_is_settled(self) -> bool:
         """Whether it is of no use to plan the program as it was traced within the budget once more.
 
-        It is proved that no plan of it fits, or it was planned with the whole effort (`whole_effort`).
+        It is proved that no plan of it fits, or it was planned without a limit of effort.
         """
         tried = self.planned.get((None, True))
-        return tried is not None and (whole_effort or tried.bound == math.inf)
+        return tried is not None and math.inf in (self._effort.limit, tried.bound)
 
     @property
     def choices_planned(self) -> int:

@@ -139,7 +139,7 @@ class PlanRequest:
         return dataclasses.replace(self, effort=again, effort_again=0)
 
     def times_again(self, effort: Effort) -> float:
-        """How many times as much as an effort the search has that is made again: once or more, up to `_MOST_AGAIN`."""
+        """Times an effort for a search made again: `effort_again`; for more than `_MOST_AGAIN` fewer, at least 1."""
         if not effort.limit:
             return self.effort_again
         return min(self.effort_again, max(1.0, effort.of_seconds(_MOST_AGAIN).limit / effort.limit))

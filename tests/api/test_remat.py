@@ -263,8 +263,8 @@ def test_before_a_refusal_the_traced_program_has_the_effort_of_a_call_without_re
     Not where it is proved that it cannot fit (`bound`), or where every search had as much as it takes.
     """
     refusal = MemoryBudgetError("no plan fits", where="there", fix="more", least_found=9.0)
-    search = SimpleNamespace(refusal=refusal, planned={(None, True): SimpleNamespace(bound=bound)})
-    search.traced_is_settled = functools.partial(RecomputeSearch.traced_is_settled, search)
+    search = RecomputeSearch(None, None, None, 1.0, seconds)
+    search.refusal, search.planned = refusal, {(None, True): SimpleNamespace(bound=bound)}
     efforts = []
 
     def plan_jaxpr(jaxpr, limited, most, effort):

@@ -1,7 +1,7 @@
 """Min-plus matrix products: min over x of a[i, x] + b[x, j], by what the tables allow.
 
 Problem.  Eliminating a variable between two others is such a product. On meshes of three axes a variable has hundreds of
-states, and products of three hundreds are most of the time of reductions.
+states, and products of tables with hundreds of rows and columns take most of the time of reductions.
 
 Idea.  Constraints (entries 0 or inf) are multiplied as boolean matrices; tables whose columns have few finite entries, by
 those entries. Others are Chebyshev distances: for a shift M above all sums

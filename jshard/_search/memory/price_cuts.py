@@ -66,7 +66,7 @@ _SHRINKS = 0.95  # of the gap before, to which it has to shrink
 _PATIENCE, _PATIENCE_FOR_BOUND = 3, 5
 # Rounds in which the bound does not rise by that share, after which those of a small network end though no answer is known.
 _PATIENCE_WITHOUT_ANSWER, _RISES = 5, 0.02
-# Rounds after the effort was spent, while no answer is known of a network of few variables.
+# Rounds of a network of few variables after the effort was spent, while no answer is known.
 OVERDUE = 6
 # Table entries of a round while no answer is known, though the effort is spent: prices under which networks are hardly
 # solved found none in 32 rounds, where such rounds found one in 4 (a vision transformer's training step on 2 x 2 x 2).
