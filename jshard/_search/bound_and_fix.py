@@ -31,7 +31,8 @@ from jshard._search.search_state import TOLERANCE, Reductions, SearchState, redu
 
 RESTRICTED_STATES = 3  # states a variable that are mostly few enough to be solved together, exactly
 RESTRICTED_TABLE = 200_000  # entries of a joint table of a restricted problem
-RESTRICTED_WORK = 2_000_000  # entries of all its joint tables
+RESTRICTED_WORK = 2_000_000  # entries of all its joint tables, or ...
+RESTRICTED_WORK_PER_VARIABLE = 700  # ... so many a variable where that is more
 MIN_FIXED_SHARE = 0.02  # of the states, below which fixing has stalled
 MAX_FIX_SHARE = 0.3  # of the states left, above which others are not removed yet
 SETTLED = 0.01  # of the gap: what the bound gains in a step when it is the answer that leaves the gap
@@ -101,11 +102,12 @@ def solve_restricted_neighbourhoods(
     `bound` and that state's reduced cost.
     """
     ascending = np.sort(np.concatenate(list(reduced_costs.values())))
+    work = max(RESTRICTED_WORK, RESTRICTED_WORK_PER_VARIABLE * len(reduced_costs))
     proved = -np.inf
     for states in (RESTRICTED_STATES, 2 * RESTRICTED_STATES, 4 * RESTRICTED_STATES):
         at = min(states * len(reduced_costs), len(ascending)) - 1
         most = float(ascending[at])
-        rest = solve_restricted(search, reductions, core, reduced_costs, most, RESTRICTED_WORK)
+        rest = solve_restricted(search, reductions, core, reduced_costs, most, work)
         others = bound + most if at < len(ascending) - 1 else np.inf
         if rest is None:
             proved = others
