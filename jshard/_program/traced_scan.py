@@ -1,4 +1,8 @@
-"""A scan equation with another body, traced by `lax.scan`, whose parameters differ between versions of JAX."""
+"""A scan equation with another body, traced by `lax.scan`, whose parameters differ between versions of JAX.
+
+`lax.scan` makes no result of a slice or a carry that a body returns as it is: the operand is the result. Whoever renames
+results needs one each, so the body is traced with a barrier on every result, and the barriers are removed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from jax import lax
 
 from jshard._core import jaxcompat as compat
 from jshard._core.jax_types import Jaxpr, JaxprAtom, JaxprEqn
+from jshard._program.equation_bodies import with_bodies
 from jshard._program.inlining import substituted
 
 
@@ -26,14 +31,17 @@ def is_plain_scan(eqn: JaxprEqn) -> bool:
 def traced_scan(
     like: JaxprEqn, body: Jaxpr, num_consts: int, num_carry: int, operands: Sequence[JaxprAtom]
 ) -> tuple[list[JaxprEqn], list[JaxprAtom]]:
-    """Equations that scan a body over some operands as the scan `like` does, and the variables of the results."""
+    """Equations that scan a body over some operands as the scan `like` does, and the variables of the results.
+
+    Each result has a variable of its own, that one of the equations makes.
+    """
     p = like.params
 
     def run(*args: jax.Array) -> Sequence[jax.Array]:
         consts, carry = args[:num_consts], args[num_consts : num_consts + num_carry]
 
         def step(carry: _Arrays, xs: _Arrays) -> tuple[_Arrays, _Arrays]:
-            out = compat.run_jaxpr(body, (*consts, *carry, *xs))
+            out = [lax.optimization_barrier(v) for v in compat.run_jaxpr(body, (*consts, *carry, *xs))]
             return tuple(out[:num_carry]), tuple(out[num_carry:])
 
         carry, ys = lax.scan(
@@ -51,6 +59,17 @@ def traced_scan(
     env = dict(zip(traced.invars, operands, strict=True))
     eqns = []
     for eqn in traced.eqns:
-        info = like.source_info if eqn.primitive.name == "scan" else eqn.source_info
-        eqns.append(eqn.replace(invars=substituted(eqn.invars, env), source_info=info))
+        if eqn.primitive.name == "scan":
+            eqn = with_bodies(eqn, lambda _, body: _without_last_barriers(body))
+            eqn = eqn.replace(source_info=like.source_info)
+        eqns.append(eqn.replace(invars=substituted(eqn.invars, env)))
     return eqns, substituted(traced.outvars, env)
+
+
+def _without_last_barriers(body: Jaxpr) -> Jaxpr:
+    """A body without the equations that make its results, each a barrier of one operand."""
+    results = {v for v in body.outvars if not compat.is_literal(v)}
+    barriers = [e for e in body.eqns if len(e.outvars) == 1 and e.outvars[0] in results]
+    operand = {e.outvars[0]: e.invars[0] for e in barriers}
+    eqns = [e for e in body.eqns if not (len(e.outvars) == 1 and e.outvars[0] in operand)]
+    return body.replace(eqns=eqns, outvars=substituted(body.outvars, operand))

@@ -254,6 +254,29 @@ def test_residuals_that_are_results_of_the_loop_as_well() -> None:
             np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit])
+def test_a_loop_that_returns_its_slices_as_they_are(wrap: Any) -> None:
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.sin(jnp.tanh(x @ w))
+        return x + jnp.where(h > 0, h, jnp.zeros((64, 64))) @ w, w
+
+    def loss(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, same = jax.lax.scan(wrap(body), x, w)
+        return (y**2).mean(), same
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (value, same), g = jax.value_and_grad(loss, has_aux=True)(w, x)
+        return same - 0.1 * g, value
+
+    w, x = jax.random.normal(jax.random.key(0), (5, 64, 64)) / 8, jnp.eye(64) / 2
+    options: Any = dict(mesh=mesh(), hardware="v5e", config={"search_seconds": 1})
+    free = jshard.shard(step, **options).plan(w, x).cost.peak_bytes
+    f = jshard.shard(step, memory_budget=int(0.75 * free), remat="auto", **options)
+    assert f.plan(w, x).cost.peak_bytes <= 0.75 * free
+    for a, b in zip(f(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("bound", "seconds", "again"), [(0.0, 3.0, True), (float("inf"), 3.0, False), (0.0, None, False)]
 )
