@@ -38,7 +38,7 @@ MAX_LAYER_DISTANCE = 4  # of the layers that an edge connects
 COUNT_TOLERANCE = 8  # occurrences by which a repeating colour may differ from the number of layers
 MAX_TWINS = 8  # equal variables within a layer that are told apart
 REFINEMENTS = (3, 4, 5, 6, 8)  # rounds of refinement tried, in this order
-SIMILAR_REFINEMENTS = (2, 3, 4)  # the same, of colours without the tables
+SIMILAR_REFINEMENTS = (2, 3, 4, 6, 8, 10)  # the same, of colours without the tables
 SIMILAR_SHARE = 0.5  # of the variables, that need a colour with the tables that repeats, for colours without
 SHORT_SHARE = (
     0.35  # of the variables, above which a short core is not accepted before colours without tables are tried
