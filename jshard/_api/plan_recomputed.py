@@ -19,6 +19,7 @@ from jshard._core.errors import MemoryBudgetError, PlanMismatchError
 from jshard._core.hardware import Chip
 from jshard._core.jax_types import ClosedJaxpr
 from jshard._core.messages import count_of
+from jshard._plan.memory_refusal import with_other_bound
 from jshard._plan.recomputation import Choice, Recomputation
 from jshard._plan.recompute_search import Effort, RecomputeSearch, Trial
 from jshard._plan.remat_policy import policy_text
@@ -96,12 +97,13 @@ def _original_within_budget(
     It has the effort of a call that computes nothing again: what that finds is not refused. `seconds`: that effort.
     """
     if search.refusal is not None and search.traced_is_settled:
-        raise search.refusal
+        raise with_other_bound(search.refusal, search.proved_least)
     try:
         return plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))
     except MemoryBudgetError as error:
         least = [e for e in (search.refusal, error) if e is not None]
-        raise min(least, key=lambda e: e.least_found) from None
+        # What is proved of one choice does not hold for the others.
+        raise with_other_bound(min(least, key=lambda e: e.least_found), search.proved_least) from None
 
 
 def _bound(search: RecomputeSearch[Call], plan: Plan) -> tuple[float, str]:

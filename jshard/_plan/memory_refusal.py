@@ -69,21 +69,42 @@ _LEAST_SAVING = 0.95  # of the peak: a checkpoint that leaves more is not worth 
 def refuse(solution: ScheduledSolution, plan: PlanRecord, limit: float) -> MemoryBudgetError:
     """The error for a budget of `limit` bytes; `plan` is the record of the solution of lowest peak."""
     refusal = memory_refusal(solution, plan, limit)
-    proof = ""
-    if 0 < refusal.bound < refusal.peak * 0.999:
-        proof = f", and none needs less than {refusal.bound:,.0f}"
     fixes = ["more devices", "smaller shapes"]
     if budget_advice(refusal):
         fixes.insert(0, f"memory_budget={budget_advice(refusal)}")
     held = [f"{kind} {nbytes:,.0f}" for kind, nbytes in plan.memory.held[:3]]
     return MemoryBudgetError(
-        f"no plan fits {limit:,.0f} bytes a device; the least found needs {refusal.peak:,.0f}{proof}",
+        _what(refusal),
         where=f"memory_budget; at the peak most is held by {', '.join(held)}",
         fix=", ".join(fixes[:-1]) + f", or {fixes[-1]}",
         refusal=refusal,
         least_found=plan.cost.peak_bytes,
         proved_least=solution.peak_bound,
     )
+
+
+def _what(refusal: MemoryRefusal) -> str:
+    proof = ""
+    if 0 < refusal.bound < refusal.peak * 0.999:
+        proof = f", and none needs less than {refusal.bound:,.0f}"
+    return (
+        f"no plan fits {refusal.limit:,.0f} bytes a device; the least found needs {refusal.peak:,.0f}{proof}"
+    )
+
+
+def with_other_bound(error: MemoryBudgetError, bound: float) -> MemoryBudgetError:
+    """The error where bytes are proved of more plans than its search was for: at least those of the arguments.
+
+    `bound`: bytes that each of these plans needs, 0 where that is not known.
+    """
+    refusal = error.refusal
+    if not isinstance(refusal, MemoryRefusal):
+        return error
+    refusal = dataclasses.replace(refusal, bound=max(bound, refusal.argument_bytes))
+    return MemoryBudgetError(
+        _what(refusal), where=error.where, fix=error.fix, refusal=refusal, remedies=error.remedies,
+        least_found=error.least_found, proved_least=refusal.bound,
+    )  # fmt: skip
 
 
 def budget_advice(refusal: MemoryRefusal) -> int | None:

@@ -94,6 +94,7 @@ class RecomputeSearch(Generic[Planned]):
         self.interrupted = False
         self._effort = Effort.of_seconds(seconds)
         self.refusal: MemoryBudgetError | None = None
+        self._proved: dict[Choice | None, float] = {}  # bytes that every plan of a choice needs
 
     def run(self, original: Planned) -> Trial[Planned] | None:
         """The cheapest trial within the budget; None if there is none. `original` is planned without a budget.
@@ -165,6 +166,13 @@ class RecomputeSearch(Generic[Planned]):
         return min(bounds.values())
 
     @property
+    def proved_least(self) -> float:
+        """Bytes that every plan of every choice needs, as far as that is proved; 0 where not every choice was refused."""
+        if not self.complete or any(t.choice not in self._proved for t in self.trials):
+            return 0.0
+        return min(self._proved.values())
+
+    @property
     def traced_is_settled(self) -> bool:
         """Whether it is of no use to plan the program as it was traced within the budget once more.
 
@@ -200,10 +208,10 @@ class RecomputeSearch(Generic[Planned]):
         except SearchError as error:
             # Without a proof that nothing fits, the choice's bound is that of its plan without a budget.
             impossible = not isinstance(error, MemoryBudgetError) or error.proved_least > self.limit
-            if isinstance(error, MemoryBudgetError) and (
-                self.refusal is None or error.least_found < self.refusal.least_found
-            ):
-                self.refusal = error
+            if isinstance(error, MemoryBudgetError):
+                self._proved[choice] = max(error.proved_least, self._proved.get(choice, 0.0))
+                if self.refusal is None or error.least_found < self.refusal.least_found:
+                    self.refusal = error
             trial = Trial(choice, None, math.inf, math.inf if impossible else 0.0, math.inf)
         else:
             impossible = False

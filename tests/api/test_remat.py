@@ -15,7 +15,8 @@ from jax.sharding import AxisType
 import jshard
 from jshard._api import plan_recomputed, remedies
 from jshard._core.errors import MemoryBudgetError
-from jshard._plan.recompute_search import RecomputeSearch
+from jshard._plan.memory_refusal import MemoryRefusal, with_other_bound
+from jshard._plan.recompute_search import RecomputeSearch, Trial
 from jshard._search.effort import ENTRIES_PER_SECOND
 from tests.program.test_recompute import LOSSES, step_of
 
@@ -302,3 +303,29 @@ def test_before_a_refusal_the_traced_program_has_the_effort_of_a_call_without_re
         with pytest.raises(MemoryBudgetError) as caught:
             plan_recomputed._original_within_budget(search, plan_jaxpr, seconds)
         assert caught.value is refusal and not efforts
+
+
+def test_what_is_proved_of_one_choice_is_not_said_of_all(monkeypatch: Any) -> None:
+    """A refusal said "none needs less than 30,728" of a budget that another effort keeps with a plan of 27,136."""
+    monkeypatch.setattr(remedies, "REMEDIES", ())
+    args = jnp.ones((64, 64)), jnp.ones((8, 64))
+    with pytest.raises(MemoryBudgetError) as caught:
+        jshard.shard(lambda w, x: jnp.tanh(x @ w), mesh=mesh(), hardware="v5e", memory_budget=6000).plan(*args)
+    refused = caught.value
+    assert isinstance(refused.refusal, MemoryRefusal) and refused.proved_least > refused.refusal.argument_bytes
+
+    def plan_of(choice: Any, limited: bool, most: float, effort: Any) -> Any:
+        raise with_other_bound(refused, {None: 120e3, "first": 90e3, "second": 150e3}[choice])
+
+    search: Any = RecomputeSearch(None, plan_of, lambda planned: planned, 6000.0)  # type: ignore[arg-type]
+    search.trials.append(Trial(None, object(), 1.0, 0.0, 1e6))
+    for choice in (None, "first", "second"):
+        search.plan(choice, limited=True)
+        assert search.proved_least == 0.0  # others were not planned
+    search.complete = True
+    assert search.proved_least == 90e3
+    of_all = with_other_bound(search.refusal, search.proved_least)
+    assert of_all.proved_least == 90e3 and of_all.least_found == refused.least_found
+    of_some = with_other_bound(search.refusal, 0.0)
+    assert of_some.proved_least == refused.refusal.argument_bytes
+    assert f"none needs less than {of_some.proved_least:,.0f}" in of_some.what
