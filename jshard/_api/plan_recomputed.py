@@ -44,6 +44,7 @@ def plan_recomputed(
     donated: tuple[int, ...],
     original: Call,
     seconds: float | None,
+    traced_is_refused: bool = False,
 ) -> tuple[Call, tuple[tuple[int, ...], ...] | None, tuple[str, ...], tuple[float, str]]:
     """The best call found, its kept values, the steps of the search, and (bound, which plans that is about).
 
@@ -56,6 +57,7 @@ def plan_recomputed(
     - `donated`: flat indices of the donated arguments.
     - `limit`: the budget, in bytes a device, that `original`, planned without, exceeds.
     - `seconds`: effort for all choices together; None for as much as the proofs take.
+    - `traced_is_refused`: whether the call that computes nothing again was refused.
     """
     recomputation = Recomputation(closed, chip, donated)
     programs: dict[Choice, ClosedJaxpr] = {}
@@ -76,7 +78,7 @@ def plan_recomputed(
             ("remat: no value is read late that could be computed again",),
             (cost.bound, cost.space),
         )
-    search = RecomputeSearch(recomputation, plan_of, plan_in, limit, seconds)
+    search = RecomputeSearch(recomputation, plan_of, plan_in, limit, seconds, traced_is_refused)
     best = search.run(original)
     if best is None:
         call = _original_within_budget(search, plan_jaxpr, seconds)
@@ -98,6 +100,11 @@ def _original_within_budget(
     """
     if search.refusal is not None and search.traced_is_settled:
         raise with_other_bound(search.refusal, search.proved_least)
+    if search.traced_is_refused:
+        raise MemoryBudgetError(
+            f"no plan fits {search.limit:,.0f} bytes a device, whatever is computed again of what was tried",
+            where="memory_budget with remat=", fix="a larger memory_budget=, or more devices",
+        )  # fmt: skip
     try:
         return plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))
     except MemoryBudgetError as error:

@@ -283,7 +283,7 @@ def _plan_with_remat(traced: TracedCall) -> PlannedCall:
         padding, unpadded = planned.plan.padding, planned.unpadded
         planned, kept, steps, bound = again.plan_recomputed(
             closed, plan_jaxpr, lambda p: p.plan, chip_of(planned), limit, planned.donated, planned,
-            request.options.search_seconds,
+            request.options.search_seconds, request.options.traced_is_refused,
         )  # fmt: skip
         plan = again.with_recomputation(planned.plan, kept, steps, bound)
         plan = dataclasses.replace(plan, padding=padding)

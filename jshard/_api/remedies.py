@@ -282,7 +282,8 @@ def recompute(trials: Trials) -> Iterator[Remedy]:
         free = Remedy(advice, refusal.peak, refusal.step_seconds)
         remedy = trials.recomputed(free, request, refusal.mesh.total)
     else:
-        remedy = trials.searched(advice, dataclasses.replace(request.options, remat="auto"))
+        options = dataclasses.replace(request.options, remat="auto", traced_is_refused=True)
+        remedy = trials.searched(advice, options)
     if remedy is not None:
         yield remedy
 

@@ -22,9 +22,9 @@ from jshard._network.build import Pins, PlanningNetwork, build_network
 from jshard._network.memory_network import memory_network, with_copies
 from jshard._plan.cast_probing import without_costly_casts
 from jshard._plan.early_plans import BudgetStart, budget_start, early_plan, is_large_and_limited
-from jshard._plan.least_peak import least_peak_bound, least_peak_plans, least_peak_plans_of_large, peak_search
+from jshard._plan.least_peak import least_peak_bound, least_peak_plan_of, lower_by_budgets
 from jshard._plan.lowered_limits import ROUNDS, Counted, LimitSearch, last_above, least_counted, when_spent
-from jshard._plan.memory_preference import EACH_BUDGET, prefer_memory
+from jshard._plan.memory_preference import EACH_BUDGET, PlansWithin, prefer_memory
 from jshard._plan.memory_ties import assignment_of_solution, lower_peak_at_equal_cost
 from jshard._plan.overlap_choice import with_shorter_step
 from jshard._plan.peak_descent import cheaper_by_descent, descend_peak
@@ -35,7 +35,6 @@ from jshard._plan.scheduled_solution import (
     ScheduledSolution,
     best_within,
     fitting_or_lowest,
-    least_peak_plan,
     of_network,
     schedule_solution,
     with_bound,
@@ -265,18 +264,25 @@ class LevelSearch:
     def _prefer_memory(self, fastest: ScheduledSolution) -> ScheduledSolution:
         """The plan of lowest peak found that costs little more than the fastest; each budget is searched for as long."""
         slack, network = self.request.memory_slack, self._single_copies
-        estimating = memory_network(network)
-        each = EACH_BUDGET.effort * self.effort.spent + ENTRIES_PER_SECOND
+        gap, each = EACH_BUDGET.gap * slack, EACH_BUDGET.effort * self.effort.spent + ENTRIES_PER_SECOND
+        within = self._plans_within(network, fastest, gap, each)
+        return prefer_memory(fastest, self._peak_floor, within, slack)
 
-        def plans_within(budget: float, most: float) -> list[ScheduledSolution]:
+    def _plans_within(
+        self, network: PlanningNetwork, fastest: ScheduledSolution, gap: float, each: float
+    ) -> PlansWithin:
+        """Plans for other budgets, each with an effort of its own, of no use above a cost."""
+        memory = functools.cache(lambda: memory_network(network))
+        gap = max(self.request.memory_gap, gap)
+
+        def plans(budget: float, most: float) -> Sequence[ScheduledSolution]:
             if self.effort.exhausted:
                 return []
-            gap = max(self.request.memory_gap, EACH_BUDGET.gap * slack)
             request = dataclasses.replace(self.request, memory_limit=budget, memory_gap=gap)
             search = self._search_of(request, self.effort.at_most(each).limit)
-            return search._search_schedules(network, estimating, fastest, most, rounds=EACH_BUDGET.rounds)[0]
+            return search._search_schedules(network, memory(), fastest, most, rounds=EACH_BUDGET.rounds)[0]
 
-        return prefer_memory(fastest, self._peak_floor, plans_within, slack)
+        return plans
 
     def _solve_time(self, network: PlanningNetwork, gap: float | None = None) -> Solution:
         r = self.request
@@ -296,15 +302,8 @@ class LevelSearch:
         )  # fmt: skip
         plan = schedule_solution(network, r, fastest.assignment, 0.0, fastest.steps)
         note = self._known_plan
-        note(plan)
-        bounding = memory_network(network, lower_bound=True)
-        search = peak_search(network, r, (fastest.cost, plan.peak), self.effort, self.on_progress)
-        if bounding.is_large(self.effort):
-            found, bound = least_peak_plans_of_large(plan, bounding, search, self.effort, note, _LARGE_GAP)
-        else:
-            found, bound = least_peak_plans(plan, bounding, search, self.effort, note)
-        best = dataclasses.replace(least_peak_plan(found, bound), steps=found[1].steps)
-        return descend_peak(best, bounding, self.effort, best.bound * (1 + ROUNDING))
+        best = least_peak_plan_of(note(plan), fastest.cost, self.effort, note, self.on_progress, _LARGE_GAP)
+        return lower_by_budgets(best, functools.partial(self._plans_within, network, plan), self.effort)
 
     def minimize_time_under_budget(
         self, network: PlanningNetwork, fastest: ScheduledSolution

@@ -32,11 +32,15 @@ class BudgetSearch(NamedTuple):
 
 EACH_BUDGET = BudgetSearch()
 
+PlansWithin = Callable[[float, float], Sequence[ScheduledSolution]]
+"""`plans_within(budget, most)`: plans that were found for a budget in bytes, some of which may exceed it; a cost above
+`most` is of no use."""
+
 
 def prefer_memory(
     fastest: ScheduledSolution,
     floor: float,
-    plans_within: Callable[[float, float], Sequence[ScheduledSolution]],
+    plans_within: PlansWithin,
     slack: float,
 ) -> ScheduledSolution:
     """The plan of lowest peak found whose cost is at most `1 + slack` times that of the fastest.
@@ -44,8 +48,7 @@ def prefer_memory(
     Arguments:
 
     - `floor`: bytes that every plan holds.
-    - `plans_within`: `plans_within(budget, most)` gives plans that were found for a budget in bytes, some of which may
-        exceed it; a cost above `most` is of no use.
+    - `plans_within`: gives plans for a budget.
     """
     allowed = fastest.cost * (1 + slack) * (1 + ROUNDING)
     best, low = fastest, floor

@@ -71,6 +71,7 @@ class RecomputeSearch(Generic[Planned]):
     - `record_of`: the record of what `plan_of` returns.
     - `limit`: the budget in bytes.
     - `seconds`: effort for all choices together; None for as much as the proofs take.
+    - `traced_is_refused`: whether no plan of the program as it was traced was found within the budget before.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RecomputeSearch(Generic[Planned]):
         record_of: Callable[[Planned], PlanRecord],
         limit: float,
         seconds: float | None = None,
+        traced_is_refused: bool = False,
     ):
         self.recomputation, self.plan_of, self.record_of, self.limit = (
             recomputation,
@@ -91,7 +93,7 @@ class RecomputeSearch(Generic[Planned]):
         # By choice, within the budget or not.
         self.planned: dict[tuple[Choice | None, bool], Trial[Planned]] = {}
         self.complete = False  # whether every choice was planned
-        self.interrupted = False
+        self.interrupted, self.traced_is_refused = False, traced_is_refused
         self._effort = Effort.of_seconds(seconds)
         self.refusal: MemoryBudgetError | None = None
         self._proved: dict[Choice | None, float] = {}  # bytes that every plan of a choice needs
@@ -154,6 +156,8 @@ class RecomputeSearch(Generic[Planned]):
 
     def _is_settled(self, choice: Choice | None) -> bool:
         """Whether the plan of a choice without a budget is that within it, or its bound says that none is cheaper."""
+        if choice is None and self.traced_is_refused:
+            return True
         free = self.planned.get((choice, False))
         return free is not None and (free.fits(self.limit) or free.bound >= self._cheapest()[1])
 
@@ -176,8 +180,10 @@ class RecomputeSearch(Generic[Planned]):
     def traced_is_settled(self) -> bool:
         """Whether it is of no use to plan the program as it was traced within the budget once more.
 
-        It is proved that no plan of it fits, or it was planned without a limit of effort.
+        It is proved that no plan of it fits, or it was planned without a limit of effort, or before.
         """
+        if self.traced_is_refused:
+            return True
         tried = self.planned.get((None, True))
         return tried is not None and math.inf in (self._effort.limit, tried.bound)
 
@@ -348,5 +354,7 @@ class RecomputeSearch(Generic[Planned]):
         """Whether the program as it was traced is planned within the budget: not a large one that far exceeds it."""
         free = self.planned[None, False]
         assert free.planned is not None
+        if self.traced_is_refused:
+            return False
         few = len(self.record_of(free.planned).operators) < LARGE_NETWORK
         return few or free.peak < WITHIN_REACH * self.limit

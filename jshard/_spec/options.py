@@ -61,7 +61,8 @@ class PlanOptions:
     """The checked arguments of `shard` that configure planning; `memory_budget` in bytes per device.
 
     No arguments of `shard`, but for trials of remedies: `search_in_budget`, False to plan for least time only, also
-    where that plan exceeds the budget; `gap`, relative, at which that search ends; `estimate`, as in `PlanRequest`.
+    where that plan exceeds the budget; `gap`, relative, at which that search ends; `estimate`, as in `PlanRequest`;
+    `traced_is_refused`: of `remat=`, the call that computes nothing again was refused.
     """
 
     level: int = 0
@@ -75,6 +76,7 @@ class PlanOptions:
     remat: str | None = None
     microbatches: int | str | None = None
     search_in_budget: bool = True
+    traced_is_refused: bool = False
     gap: float = 0.0
     estimate: bool = False
     memory_slack: float = 0.0
