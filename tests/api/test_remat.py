@@ -310,9 +310,13 @@ def test_what_is_proved_of_one_choice_is_not_said_of_all(monkeypatch: Any) -> No
     monkeypatch.setattr(remedies, "REMEDIES", ())
     args = jnp.ones((64, 64)), jnp.ones((8, 64))
     with pytest.raises(MemoryBudgetError) as caught:
-        jshard.shard(lambda w, x: jnp.tanh(x @ w), mesh=mesh(), hardware="v5e", memory_budget=6000).plan(*args)
+        jshard.shard(lambda w, x: jnp.tanh(x @ w), mesh=mesh(), hardware="v5e", memory_budget=6000).plan(
+            *args
+        )
     refused = caught.value
-    assert isinstance(refused.refusal, MemoryRefusal) and refused.proved_least > refused.refusal.argument_bytes
+    assert (
+        isinstance(refused.refusal, MemoryRefusal) and refused.proved_least > refused.refusal.argument_bytes
+    )
 
     def plan_of(choice: Any, limited: bool, most: float, effort: Any) -> Any:
         raise with_other_bound(refused, {None: 120e3, "first": 90e3, "second": 150e3}[choice])

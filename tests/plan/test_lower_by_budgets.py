@@ -56,7 +56,9 @@ def test_budgets_follow_what_is_found_and_end_soon(lowest: float, tried: list[fl
     assert (len(best.steps) == 2) == (reached < 100.0)
 
 
-@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # of Flax's BatchNorm
+@pytest.mark.filterwarnings(
+    "ignore:scatter inputs have incompatible types:FutureWarning"
+)  # of Flax's BatchNorm
 def test_a_block_with_batch_normalisation_and_dropout() -> None:
     """The network counts 26,476 bytes of a plan that holds 65,324, and no less of one that holds 28,460."""
     nnx = pytest.importorskip("flax.nnx")
