@@ -123,16 +123,22 @@ class Trials:
             mesh=self.request.mesh if mesh is None else mesh,
             **changes,
         )
-        call = self.planned(changed, args, kwargs)
-        if call is None:
-            return None
+        call = self.tried(changed, args, kwargs)
         with_remat = self.request.options.remat is not None
-        peak, seconds = call.plan.cost.peak_bytes, call.plan.step_seconds
-        searched = options.level == 1 and not with_remat
+        if isinstance(call, PlannedCall):
+            peak, seconds, devices = call.plan.cost.peak_bytes, call.plan.step_seconds, call.chosen.axes.total
+            searched = options.level == 1 and not with_remat
+        elif call is not None and isinstance(
+            refused := call.refusal, MemoryRefusal
+        ):  # it is proved not to fit
+            peak, seconds, devices = refused.peak, refused.step_seconds, refused.mesh.total
+            searched = not with_remat
+        else:
+            return None
         remedy = Remedy(advice, peak, seconds, estimated=not may_pad, searched=searched)
         if not with_remat or remedy.peak <= self.refusal.limit:
             return remedy
-        return self.recomputed(remedy, changed, call.chosen.axes.total, args, kwargs) or remedy
+        return self.recomputed(remedy, changed, devices, args, kwargs) or remedy
 
     @property
     def may_search(self) -> bool:
@@ -160,11 +166,23 @@ class Trials:
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> PlannedCall | None:
         """The planned call of another request; None where it cannot be planned."""
+        call = self.tried(request, args, kwargs)
+        return call if isinstance(call, PlannedCall) else None
+
+    def tried(
+        self,
+        request: ShardRequest,
+        args: Sequence[PyTree] | None = None,
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PlannedCall | MemoryBudgetError | None:
+        """The planned call of another request, its refusal for want of memory, or None."""
         retraced = args is not None or kwargs is not None
         args, kwargs = self._arguments(args, kwargs)
         shapes, named = [abstract(a) for a in args], {k: abstract(v) for k, v in kwargs.items()}
         try:
             return prepare(request, shapes, named, programs=None if retraced else self.programs)
+        except MemoryBudgetError as refused:
+            return refused
         except Exception:  # the user's function or its pins may not take the change: then it is no remedy
             return None
 

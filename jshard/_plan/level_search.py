@@ -120,7 +120,7 @@ class LevelSearch:
         return memory_network(self._single_copies, lower_bound=True)
 
     @functools.cached_property
-    def _peak_floor(self) -> float:
+    def peak_floor(self) -> float:
         """Bytes that every plan holds at some time, as far as that is known without a search."""
         assert self._bounding_network.memory is not None
         return least_conceivable_peak(self._bounding_network.memory)
@@ -161,7 +161,7 @@ class LevelSearch:
         if is_large_and_limited(self.program, self.request):
             found = early_plan(self._single_copies, self.request, self.effort.part(_SHARE_FOR_START))
             early = found and self._known_plan(found)
-            if early is not None and early.peak > _FAR_ABOVE * self._limit < (floor := self._peak_floor):
+            if early is not None and early.peak > _FAR_ABOVE * self._limit < (floor := self.peak_floor):
                 return dataclasses.replace(early, peak_bound=floor)
             if (far := self._nearly_fastest()) is not None:
                 return self._within_budget(far.network, far, early)
@@ -266,7 +266,7 @@ class LevelSearch:
         slack, network = self.request.memory_slack, self._single_copies
         gap, each = EACH_BUDGET.gap * slack, EACH_BUDGET.effort * self.effort.spent + ENTRIES_PER_SECOND
         within = self._plans_within(network, fastest, gap, each)
-        return prefer_memory(fastest, self._peak_floor, within, slack)
+        return prefer_memory(fastest, self.peak_floor, within, slack)
 
     def _plans_within(
         self, network: PlanningNetwork, fastest: ScheduledSolution, gap: float, each: float
@@ -319,7 +319,7 @@ class LevelSearch:
         start = self._start(network, fastest) if best_within(self._known, limit) else None
         if start and (near := start.near_bound(limit, _BUDGET_GAP)):
             return near
-        bounding, floor = self._bounding_network, self._peak_floor
+        bounding, floor = self._bounding_network, self.peak_floor
         if floor > limit:
             return dataclasses.replace(fastest, peak_bound=floor)
         ranked = cheapest_by_rank(network, self.request, self.effort)

@@ -18,7 +18,7 @@ from jshard._plan.short_rows import with_short_rows
 from jshard._plan.summarize import summarize
 from jshard._program.graph import Program
 from jshard._schedule.schedule import Schedule
-from jshard._search import Contradiction
+from jshard._search import LARGE_NETWORK, Contradiction
 
 
 ONE_SHARED_COPY = "plans with a single shared copy a tensor"
@@ -41,8 +41,10 @@ def make_plan(
     solution = _with_valid_bound(solution)
     one_copy = request.level != 1 and solution.network.one_shared_copy
     record = summarize(solution, ONE_SHARED_COPY if one_copy else "")
-    limit = request.memory_limit if request.search_in_budget else None
-    if limit is not None and record.cost.peak_bytes > limit:
+    limit = request.memory_limit
+    if limit is None or not (request.search_in_budget or solution.peak_bound > limit):
+        return record, solution.schedule
+    if record.cost.peak_bytes > limit:
         if solution.interrupted:
             raise KeyboardInterrupt  # no plan within the budget was known
         from jshard._plan.memory_refusal import refuse  # here, so that `import jshard` stays light
@@ -65,7 +67,13 @@ def _searched(
             early = early_plan(search.network(second_copies=False), request, search.effort)
             if early is not None:
                 return early
-        return search.run()
+        solution = search.run()
+        limit = request.memory_limit
+        small = len(program.operators) < LARGE_NETWORK
+        if limit is not None and not request.search_in_budget and small and solution.peak > limit:
+            # Where it is known without a search that nothing fits, that is said of a trial too.
+            return dataclasses.replace(solution, peak_bound=max(solution.peak_bound, search.peak_floor))
+        return solution
     except Contradiction as e:
         raise explain_contradiction(e, search.first_network, search.every_pin) from None
 

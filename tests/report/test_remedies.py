@@ -194,6 +194,21 @@ def test_no_budget_above_the_chip_is_advised():
     assert row(error, "devices: mesh").peak < error.refusal.peak
 
 
+def test_devices_that_cannot_suffice_are_said_not_to() -> None:
+    """A matrix of 1,021 x 8 is cut over eight devices, and over no more: that needs no search."""
+    args = (f32(1021, 8), f32(8, 1021))
+    least = (
+        jshard.shard(lambda x, y: x * y.T, mesh=on(8), hardware="tpu-v5e", level=1)
+        .plan(*args)
+        .cost.peak_bytes
+    )
+    error = refused(lambda x, y: x * y.T, args, int(0.9 * least), mesh=on(8), config={"pad": False})
+    assert error.proved_least > error.refusal.limit
+    advised = row(error, "devices: mesh")
+    assert advised.searched and advised.peak > error.refusal.limit
+    assert "may fit" not in str(error) and "not enough alone" in str(error)
+
+
 @pytest.mark.usefixtures("_nothing_computed_again")
 def test_a_machine_by_name_grows_by_name():
     step, args = DEEP
@@ -362,9 +377,9 @@ def test_remedies_of_a_call_with_recomputation_predict_what_it_does(monkeypatch)
     options = dict(hardware="tpu-v5e", donate_argnums=(0, 1), remat="auto", config={"search_seconds": 1})
     free = jshard.shard(step, mesh=on(2, 4), **options).plan(*args).cost.peak_bytes
     requests = []
-    planned = remedies.Trials.planned
+    tried = remedies.Trials.tried
     monkeypatch.setattr(
-        remedies.Trials, "planned", lambda s, r, *a: requests.append(r.options.remat) or planned(s, r, *a)
+        remedies.Trials, "tried", lambda s, r, *a: requests.append(r.options.remat) or tried(s, r, *a)
     )
     budget = int(free * 0.4)
     error = refused(step, args, budget, **options)

@@ -12,6 +12,7 @@ import pytest
 
 from jshard._search import branch_and_bound, evaluate, solve
 from jshard._search.cost_network import CostNetwork, build
+from jshard._search.dual import layer_folding
 from jshard._search.dual.layer_folding import fold_layers
 from jshard._search.exact import bucket_elimination
 from jshard._search.exact.working_network import working_network
@@ -115,6 +116,38 @@ def test_layers_of_two_kinds_are_folded(layers, monkeypatch):
     assert any("folding" in step for step in steps) and search.assignment is not None
     assert evaluate(net, search.assignment) == pytest.approx(search.incumbent_cost, rel=1e-9)
     assert search.bound <= search.incumbent_cost
+
+
+def with_variables_of_a_layer(hub: bool) -> CostNetwork:
+    """Forty layers; each has a variable beside whose number of states is its own, or one variable is beside all layers."""
+    layers, rng = 40, np.random.default_rng(5)
+    own, inside, across = rng.uniform(0, 1, 4), rng.uniform(0, 1, (4, 4)), rng.uniform(0, 1, (4, 4))
+    unary = [own] * (2 * layers)
+    edges = [(2 * k, 2 * k + 1, inside) for k in range(layers)]
+    edges += [
+        (2 * k + i, 2 * k + 2 + j, across) for k in range(layers - 1) for i, j in ((0, 0), (1, 1), (1, 0))
+    ]
+    sizes = [3] if hub else [5 + k for k in range(layers)]
+    tables = [rng.uniform(0, 1, (4, n)) for n in sizes]
+    edges += [(2 * k + 1, 2 * layers + (0 if hub else k), tables[0 if hub else k]) for k in range(layers)]
+    return build([*unary, *(rng.uniform(0, 1, n) for n in sizes)], edges)
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_variables_that_do_not_repeat_keep_their_neighbours(hub):
+    """A variable of one layer would be left without any in the short core; one beside all layers keeps those left."""
+    graph = working_network(with_variables_of_a_layer(hub))
+    edges, first = layer_folding._directed_edges(graph)
+    layering = layer_folding._find_layers(edges, layer_folding._refine_colours(graph, edges, first, 1, False))
+    if not hub:  # each layer looks unlike all others, beside a variable like no other
+        colour = np.array([v % 2 if v < 80 else -1 for v in graph.core])
+        layer = np.array([v // 2 if v < 80 else 0 for v in graph.core])
+        layering = layer_folding._Layering(colour, layer, 0, 40)
+    assert layering is not None
+    folded = layer_folding._remove_middle(graph, edges, layering)
+    assert (folded is not None) == hub
+    if folded is not None:
+        assert len(folded.short.core) < 30 and len(folded.short.adj[80]) == (len(folded.short.core) - 1) // 2
 
 
 @pytest.mark.parametrize("seed", range(3))
