@@ -71,7 +71,8 @@ class RecomputeSearch(Generic[Planned]):
     - `record_of`: the record of what `plan_of` returns.
     - `limit`: the budget in bytes.
     - `seconds`: effort for all choices together; None for as much as the proofs take.
-    - `traced_is_refused`: whether no plan of the program as it was traced was found within the budget before.
+    - `traced_is_refused`: whether no plan of the program as it was traced was found within the budget before, as in the
+        trial of a refusal: where nothing fits each plan takes several times its part of the effort, so no other follows.
     """
 
     def __init__(
@@ -146,8 +147,9 @@ class RecomputeSearch(Generic[Planned]):
 
     @property
     def _is_spent(self) -> bool:
-        """Whether a given effort ends the search: it is spent, some times where nothing fits."""
-        return self._effort.spent >= (1 if self._fitting else ENOUGH) * self._effort.limit
+        """Whether a given effort ends the search: it is spent, some times where nothing fits but in a trial."""
+        times = 1 if self._fitting or self.traced_is_refused else ENOUGH
+        return self._effort.spent >= times * self._effort.limit
 
     @property
     def _fitting(self) -> list[Trial[Planned]]:
@@ -348,6 +350,8 @@ class RecomputeSearch(Generic[Planned]):
 
         original = [None] if self._traced_may_fit() else []
         for choice in sorted((*original, *choices[:_WITHIN_BUDGET]), key=key):
+            if self.traced_is_refused and self._effort.exhausted:
+                break
             self._plan_with_bound(choice)
 
     def _traced_may_fit(self) -> bool:
