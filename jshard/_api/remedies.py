@@ -124,13 +124,12 @@ class Trials:
             **changes,
         )
         call = self.tried(changed, args, kwargs)
+        refused = call.refusal if isinstance(call, MemoryBudgetError) else None
         with_remat = self.request.options.remat is not None
         if isinstance(call, PlannedCall):
             peak, seconds, devices = call.plan.cost.peak_bytes, call.plan.step_seconds, call.chosen.axes.total
             searched = options.level == 1 and not with_remat
-        elif call is not None and isinstance(
-            refused := call.refusal, MemoryRefusal
-        ):  # it is proved not to fit
+        elif isinstance(refused, MemoryRefusal):  # it is proved not to fit
             peak, seconds, devices = refused.peak, refused.step_seconds, refused.mesh.total
             searched = not with_remat
         else:

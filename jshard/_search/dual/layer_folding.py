@@ -334,7 +334,8 @@ def _loses_neighbours(edges: Ints, seam: _Seam) -> bool:
     """Whether a variable that does not repeat has neighbours of some colour in the removed layers alone.
 
     It belongs to one of these layers, though colours do not show it, and nothing in the short core says what it should be.
-    Where every second variable of GPT's layers was so, messages had a bound 8% too low on the whole core, in place of 0.2.
+    Where 365 of 4,068 variables of GPT with 32 layers were so, the unfolded messages proved 8% less than the whole core's
+    bound, in place of 0.1%.
     """
     beside = edges[(seam.colour[edges[:, 0]] < 0) & (seam.colour[edges[:, 1]] >= 0)]
     pair = beside[:, 0] * (int(seam.colour.max()) + 1) + seam.colour[beside[:, 1]]
