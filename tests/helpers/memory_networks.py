@@ -12,7 +12,7 @@ import pytest
 import jshard
 from jshard._network.build import PlanningNetwork
 from jshard._network.memory_network import memory_network
-from jshard._plan import level_search, scheduled_solution
+from jshard._plan import least_peak, scheduled_solution
 from jshard._plan.live_range_splits import SplitSchedule, after_products
 from jshard._program.graph import Program
 from jshard._program.memory.live_intervals import LowerBoundIntervals
@@ -38,7 +38,7 @@ def network_of(fn, args, mesh=MESH, **options) -> PlanningNetwork:
         raise _Built
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(_Built):
-        patch.setattr(level_search, "memory_network", noted)
+        patch.setattr(least_peak, "memory_network", noted)
         jshard.shard(fn, mesh=mesh, hardware="tpu-v5e", level=1, **options).plan(*args)
     return seen[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 import jshard
-from jshard._plan import level_search
+from jshard._plan import least_peak, level_search
 from tests.laws.fuzz_judge import mesh_of
 from tests.laws.fuzz_programs import program
 
@@ -43,7 +43,8 @@ def plan_of(function):
 
 def test_the_peak_is_lower_than_without(monkeypatch):
     after = plan_of(quantized_gram)
-    monkeypatch.setattr(level_search, "descend_peak", lambda solution, *_: solution)
+    monkeypatch.setattr(least_peak, "descend_peak", lambda solution, *_: solution)
+    monkeypatch.setattr(level_search, "lower_by_budgets", lambda solution, *_: solution)
     before = plan_of(quantized_gram)
     assert after.cost.bound <= after.cost.objective < before.cost.objective
 
@@ -84,14 +85,14 @@ def test_under_a_budget_plans_a_little_above_it_are_made_to_fit(monkeypatch):
 def test_what_is_proved_of_the_peak_stays_proved_of_the_lower_one(monkeypatch):
     """A refusal lost its bound where changes of single operators found a lower peak."""
     found = []
-    descend = level_search.descend_peak
+    descend = least_peak.descend_peak
 
     def noted(solution, *rest):
         given = dataclasses.replace(solution, peak_bound=7.0)
         found.append((given, descend(given, *rest)))
         return descend(solution, *rest)
 
-    monkeypatch.setattr(level_search, "descend_peak", noted)
+    monkeypatch.setattr(least_peak, "descend_peak", noted)
     plan_of(quantized_gram)
     assert any(after.peak < before.peak for before, after in found)
     assert all(after.peak_bound == 7.0 for _, after in found)
