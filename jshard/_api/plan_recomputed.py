@@ -70,6 +70,8 @@ def plan_recomputed(
         return plan_jaxpr(programs[choice], limited, most, effort)
 
     if not recomputation.can_recompute:
+        if traced_is_refused:  # it is all that there is
+            raise _refused_before(limit)
         call = plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))
         cost = plan_in(call).cost
         return (
@@ -101,16 +103,21 @@ def _original_within_budget(
     if search.refusal is not None and search.traced_is_settled:
         raise with_other_bound(search.refusal, search.proved_least)
     if search.traced_is_refused:
-        raise MemoryBudgetError(
-            f"no plan fits {search.limit:,.0f} bytes a device, whatever is computed again of what was tried",
-            where="memory_budget with remat=", fix="a larger memory_budget=, or more devices",
-        )  # fmt: skip
+        raise _refused_before(search.limit)
     try:
         return plan_jaxpr(None, True, math.inf, Effort.of_seconds(seconds))
     except MemoryBudgetError as error:
         least = [e for e in (search.refusal, error) if e is not None]
         # What is proved of one choice does not hold for the others.
         raise with_other_bound(min(least, key=lambda e: e.least_found), search.proved_least) from None
+
+
+def _refused_before(limit: float) -> MemoryBudgetError:
+    """The error of a call that computes nothing again and was refused, where no choice of what is kept was."""
+    return MemoryBudgetError(
+        f"no plan fits {limit:,.0f} bytes a device, whatever is computed again of what was tried",
+        where="memory_budget with remat=", fix="a larger memory_budget=, or more devices",
+    )  # fmt: skip
 
 
 def _bound(search: RecomputeSearch[Call], plan: Plan) -> tuple[float, str]:

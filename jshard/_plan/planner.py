@@ -69,8 +69,9 @@ def _searched(
                 return early
         solution = search.run()
         limit = request.memory_limit
-        small = len(program.operators) < LARGE_NETWORK
-        if limit is not None and not request.search_in_budget and small and solution.peak > limit:
+        # A search for the least peak says enough by itself.
+        quick = request.level != 1 and len(program.operators) < LARGE_NETWORK
+        if limit is not None and not request.search_in_budget and quick and solution.peak > limit:
             # Where it is known without a search that nothing fits, that is said of a trial too.
             return dataclasses.replace(solution, peak_bound=max(solution.peak_bound, search.peak_floor))
         return solution

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 
 import jshard
 from jshard._api import plan_recomputed, remedies
+from jshard._core import hardware
 from jshard._core.errors import MemoryBudgetError
 from jshard._plan.memory_refusal import MemoryRefusal, with_other_bound
 from jshard._plan.recompute_search import RecomputeSearch, Trial
@@ -350,3 +351,21 @@ def test_the_trial_of_a_refusal_ends_with_its_effort(trial: bool, limit: float) 
     search._effort.spend(0.02 * limit * ENTRIES_PER_SECOND)
     assert search._is_spent
     assert search._is_settled(None) == search.traced_is_settled == trial != search._traced_may_fit()
+
+
+def test_the_trial_of_a_refusal_does_not_plan_a_program_again_that_keeps_nothing() -> None:
+    """What reads no value late has nothing to compute again: the call that was refused is all that there is."""
+
+    def plan_jaxpr(*_: Any) -> Any:
+        raise AssertionError("planned again")
+
+    closed = jax.make_jaxpr(lambda x: x + 1)(jnp.ones(8))
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan_recomputed.plan_recomputed(
+            closed, plan_jaxpr, lambda call: call, hardware.get("tpu-v5e"), 100.0, (), None, 1.0, True
+        )
+    assert str(caught.value) == (
+        "no plan fits 100 bytes a device, whatever is computed again of what was tried\n"
+        "  where: memory_budget with remat=\n"
+        "  write instead: a larger memory_budget=, or more devices"
+    )
