@@ -119,3 +119,24 @@ def test_the_epilogue_of_a_product_is_not_computed_in_others():
 
     program = traced(f, *[X] * 5)
     assert not stored_for_products(program, liveness(program).materialized)
+
+
+def test_products_of_a_deep_backward_pass_read_no_terms_of_other_layers():
+    """The gradient of a residual stream is a sum over layers; each layer's products read what the layer before wrote."""
+    layers = 24
+
+    def loss(weights, x):
+        for w, v in weights:
+            centred = x - x.mean(-1, keepdims=True)
+            y = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+            x = x + jnp.tanh(y @ w) @ v
+        return x.sum()
+
+    square = S((N, N), "float32")
+    program = traced(lambda weights, x: jax.grad(loss)(weights, x), [(square, square)] * layers, square)
+    products = [op.id for op in program.operators if op.primitive == "dot_general"]
+    array = N * N * 4
+    arrays = [moved(program, op) // array for op in products]
+    assert max(arrays) == 5.0
+    backward = arrays[2 * layers + 6 : -2]
+    assert backward == [2.0, 4.0] * (len(backward) // 2)  # the same in every layer

@@ -14,6 +14,7 @@ The last two were read off programs that the TPU compiler made of scanned and of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,7 +71,7 @@ def stored_for_products(program: Program, stored: Sequence[bool]) -> frozenset[i
 
     - `stored`: (tensors,) whether each is in memory as it is.
     """
-    defs = program.defs()
+    stored, defs = list(stored), program.defs()
     readers: dict[int, set[int]] = {}  # what products would compute -> those products
     for op in program.operators:
         if op.kind != "eqn" or op.primitive not in PRODUCTS:
@@ -80,10 +81,13 @@ def stored_for_products(program: Program, stored: Sequence[bool]) -> frozenset[i
             if value is not None:
                 readers.setdefault(value, set()).add(op.id)
     found = set()
-    for value, products in readers.items():
-        n, own = len(products), program.tensors[value].nbytes
+    # In the order of the program: later values are computed from those that are stored. The residual stream of a backward
+    # pass is a sum of terms of all layers, and each layer's products would otherwise read those of all layers before.
+    for value in sorted(readers, key=lambda t: defs[t]):
+        n, own = len(readers[value]), program.tensors[value].nbytes
         if n > 1 and n * (read := _bytes_read(program, value, stored, defs)) >= read + (n + 1) * own:
             found.add(value)
+            stored[value] = True
     return frozenset(found)
 
 
@@ -107,12 +111,15 @@ def _smallest(
 def _bytes_read(
     program: Program, tensor: int, stored: Sequence[bool], defs: Sequence[tuple[int, int]]
 ) -> float:
-    """Bytes of what a tensor is computed from; 0 if a product makes it, in whose kernel it is computed."""
+    """Bytes of what a tensor is computed from; 0 if a product makes it, in whose kernel it is computed; infinite if by too
+    many operators."""
     total, stack, seen = 0.0, [tensor], {tensor}
     while stack:
         maker = program.operators[defs[stack.pop()][0]]
-        if maker.kind != "eqn" or maker.primitive in PRODUCTS or len(seen) > _MOST_VALUES:
+        if maker.kind != "eqn" or maker.primitive in PRODUCTS:
             return 0.0
+        if len(seen) > _MOST_VALUES:
+            return math.inf  # no compiler makes such kernels
         for a in maker.operands:
             if isinstance(a, Literal) or a in seen:
                 continue
