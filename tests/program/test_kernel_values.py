@@ -138,5 +138,5 @@ def test_products_of_a_deep_backward_pass_read_no_terms_of_other_layers():
     array = N * N * 4
     arrays = [moved(program, op) // array for op in products]
     assert max(arrays) == 5.0
-    backward = arrays[2 * layers + 6 : -2]
+    backward = arrays[2 * layers + 7 : -1]
     assert backward == [2.0, 4.0] * (len(backward) // 2)  # the same in every layer
