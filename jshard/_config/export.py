@@ -31,7 +31,8 @@ def config_of_plan(
     entries = [entry_of(r.layout) for r in plan.inputs]
     arrays = [i for i, t in enumerate(tensors) if t.shape and not t.inner]
     inside = [i for i, t in enumerate(tensors) if t.shape and t.inner]
-    parameters = fewest_rules([tensors[i] for i in inside], [entries[i] for i in inside])
+    scalars = [t for t in tensors if not t.shape]  # a rule that matched one would be refused
+    parameters = fewest_rules([tensors[i] for i in inside], [entries[i] for i in inside], scalars)
     options: dict[str, object] = {"level": plan.level}
     if plan.search != "optimal":
         options["search"] = plan.search
@@ -91,4 +92,5 @@ def _outputs(rows: Sequence[TensorRow], arguments: dict[str, Entry]) -> tuple[Ru
         if row.shape and not new_value and not row.layout.partial:
             results.append(TensorName(row.path, row.shape, row.dtype, kind="result"))
             entries.append(entry_of(row.layout))
-    return fewest_result_rules(results, entries)
+    scalars = [TensorName(r.path, r.shape, r.dtype, kind="result") for r in rows if not r.shape]
+    return fewest_result_rules(results, entries, scalars)

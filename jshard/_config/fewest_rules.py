@@ -49,7 +49,7 @@ def fewest_rules(
         wrong = _wrong(rules, tensors, entries)
         if not wrong:
             return _without_shadowed(rules, tensors)
-        rules = _merged(rules, _by_class({names(tensors[i]): entries[i] for i in wrong}))
+        rules = _merged(rules, _by_class({names(tensors[i]): entries[i] for i in wrong if names(tensors[i])}))
     if not _wrong(rules, tensors, entries):
         return _without_shadowed(rules, tensors)
     plain = _by_class(own)
@@ -57,11 +57,14 @@ def fewest_rules(
     return _merged(plain, tuple(Rule(tensors[i].path, entries[i]) for i in wrong))
 
 
-def fewest_result_rules(tensors: Sequence[TensorName], entries: Sequence[Entry]) -> tuple[Rule, ...]:
-    """Rules of the section `outputs` under which each result has its entry."""
+def fewest_result_rules(
+    tensors: Sequence[TensorName], entries: Sequence[Entry], scalars: Sequence[TensorName] = ()
+) -> tuple[Rule, ...]:
+    """Rules of the section `outputs` under which each result has its entry, and none matches a scalar."""
     rules = tuple(_braced(_by_class({t.parts: e for t, e in zip(tensors, entries, strict=True)})))
-    won, _ = match_outputs([("outputs", r) for r in rules], tensors)
+    won, _ = match_outputs([("outputs", r) for r in rules], [*tensors, *scalars])
     right = all(won.get(i) and won[i][0].rule.entry == entries[i] for i in range(len(tensors)))
+    right = right and not any(won.get(len(tensors) + i) for i in range(len(scalars)))
     if right:
         return rules
     return tuple(Rule(t.path, e) for t, e in zip(tensors, entries, strict=True))

@@ -216,3 +216,38 @@ def test_a_plan_goes_through_its_file_and_back(name: str) -> None:
     """A sample of `benchmarks/correctness/config_round_trip.py`, which asserts that the plans are the same."""
     figures = config_round_trip.round_trip(dict(config_round_trip.cases())[name]())
     assert 0 < figures["rules"] <= 1.5 * figures["layouts"]
+
+
+def _read_back(step, args, **strategies) -> tuple[str, list, list]:
+    """The file of a plan, and the layouts of results of the plan and of the plan under its file."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    plan = jshard.shard(step, mesh=mesh, **strategies).plan(*args)
+    config = plan.to_config()
+    again = jshard.shard(step, mesh=mesh, config=config).plan(*args)
+    return config.to_yaml(), [r.layout for r in plan.outputs], [r.layout for r in again.outputs]
+
+
+def test_a_rule_for_lists_leaves_a_scalar_argument_alone() -> None:
+    """`"*"` for two lists of one array each matches the counter beside them too, which has no dimensions."""
+    S = jax.ShapeDtypeStruct
+    square = S((8, 8), "float32")
+    text, before, after = _read_back(
+        lambda p, m, q, n: ([p[0] @ p[1], m[0] + p[0]], q, n + 1),
+        ([square, square], [square, square], square, S((), "int32")),
+        in_strategy=((2, 4), (2, 4), (2, 4), None),
+    )
+    assert '"*": [x, y]\n  "n": []' in text
+    assert before == after
+
+
+def test_a_rule_for_results_leaves_a_scalar_result_alone() -> None:
+    S = jax.ShapeDtypeStruct
+
+    def step(w, x):
+        h = x @ w
+        return w * 2, (h.sum(), h.sum(0), h.sum(0) * 2, h.sum(0) + 1)
+
+    args = S((8, 8), "float32"), S((16, 8), "float32")
+    text, before, after = _read_back(step, args, out_strategy=(None, (None, (1,), (1,), (1,))))
+    assert '"1.1"' in text and '"1.*"' not in text
+    assert before == after
