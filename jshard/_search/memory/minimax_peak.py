@@ -65,10 +65,12 @@ _SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
 _COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
 _SHARE_FOR_TIES = 0.5  # of the effort of all that came before: for such a cost, and for lower peaks by prices
 _LEAST_FOR_TIES = 3e8  # entries that these may take in any case, but in a large network
+_FAR_ABOVE = 1.5  # times its bound, from which on a peak is lowered by prices though the effort is spent
 _NEAR_COST = 0.1  # of such a cost: how near its bound it is not lowered by searches of its own
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
 _COST_EFFORT = 0.5  # of the game's effort: what a lower cost at its peak may take
 _NEAR_BOUND = 0.9  # of the gap: how near its bound a peak is looked for at first
+_SHARE_OF_GAME = 0.5  # of a given effort, for the game; the rest is for lower peaks by prices
 _REPAIR_SHARE = 0.5  # of the way from the peak down to its bound that a repair aims at
 
 
@@ -368,12 +370,17 @@ def solve_peak(
     memory = network.memory
     assert memory is not None
     every = key_times_above(memory, -np.inf)
+    whole = search.effort
+    part = break_ties_by_cost and np.isfinite(whole.limit) and not network.is_large(whole)
+    if part:
+        search.effort = whole.part(_SHARE_OF_GAME)
     if layers_repeat and network.size >= PRICE_CUTS_FROM and len(every.times):
         large = network.is_large(search.effort)
         cost_gap = _COST_GAP if large else _SMALL_COST_GAP
         cost_is_low = game_on_few_times(network, search, cost_gap)
         closed = search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP))
         if closed or large:
+            search.effort = whole
             cost_is_low = cost_is_low or (large and _cost_is_low(network, search, _NEAR_COST))
             if break_ties_by_cost and not cost_is_low and search.has_answer and not search.out_of_time:
                 min_cost_at_peak(network, search, layers_repeat=True)
@@ -398,6 +405,7 @@ def solve_peak(
     search.bound = max(search.bound, lowest)
     floor = sum_over_intervals(clock.start, clock.end, least, len(clock.times))
     cutting_plane_game(problem, search, int(floor.argmax()))
+    search.effort = whole
     _solve_integer_program(problem, search)
     if search.assignment is None:
         return
@@ -428,6 +436,8 @@ def _break_ties(network: CostNetwork, search: SearchState) -> None:
     """
     found = False
     most = max(_LEAST_FOR_TIES, _SHARE_FOR_TIES * search.effort.spent) / 3
+    if search.incumbent_cost > _FAR_ABOVE * search.bound:
+        search.effort = search.effort.at_least(_LEAST_FOR_TIES / 3)  # a spent effort ended the game early
     for share in (0.1, 0.5):  # of the peak's gap: other limits lead to other answers than the game's
         if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP)):
             break
