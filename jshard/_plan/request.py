@@ -136,7 +136,9 @@ class PlanRequest:
         if effort.limit == math.inf or not self.effort_again or self.effort_again == 1 and not lowers:
             return None
         again = type(effort)(self.times_again(effort) * effort.limit, whole=effort)
-        if not lowers and effort.spent >= again.limit:  # it would do the same: the least that each search takes
+        if (
+            not lowers and effort.spent >= again.limit
+        ):  # it would do the same: the least that each search takes
             return None
         return dataclasses.replace(self, effort=again, effort_again=0)
 

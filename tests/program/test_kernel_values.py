@@ -140,3 +140,38 @@ def test_products_of_a_deep_backward_pass_read_no_terms_of_other_layers():
     assert max(arrays) == 5.0
     backward = arrays[2 * layers + 7 : -1]
     assert backward == [2.0, 4.0] * (len(backward) // 2)  # the same in every layer
+
+
+def unrolled_lstm(weights, x):
+    h = c = jnp.zeros(x.shape[1:])
+    for t in range(len(x)):
+        i, f, g, o = jnp.split(jnp.concatenate([x[t], h], -1) @ weights, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return h.sum()
+
+
+def test_kernels_of_an_unrolled_recurrence_do_not_compute_all_later_steps_again():
+    """The state's gradient is a chain of elementwise operators that each step's kernel reads; it is written on the way."""
+
+    def bytes_a_step(steps):
+        arguments = S((2 * N, 4 * N), "float32"), S((steps, N, N), "float32")
+        program = traced(lambda w, x: jax.grad(unrolled_lstm)(w, x), *arguments)
+        return sum(moved(program, op.id) for op in program.operators) / steps
+
+    assert bytes_a_step(40) < 1.5 * bytes_a_step(5)
+
+
+def test_an_array_that_several_epilogues_of_a_product_read_is_read_once():
+    def f(a, w, b):
+        y = a @ w
+        return jnp.tanh(y) + b, jnp.exp(y) * b
+
+    program = traced(f, X, X, X)
+    product = the(program, "dot_general")
+    assert moved(program, product) == 6 * BF16  # three operands, the product and two results
+
+
+def test_a_sum_that_one_kernel_reads_has_any_number_of_terms():
+    program = traced(lambda *x: jnp.tanh(sum(x)), *[S((N, N), "float32")] * 40)
+    assert sum(kernels(program).launched) == 1

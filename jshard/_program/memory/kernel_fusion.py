@@ -43,6 +43,7 @@ from collections.abc import Collection, Hashable, Mapping
 import numpy as np
 
 from jshard._program.graph import Literal, Operator, Program
+from jshard._program.memory.fusion_limits import computed_from_many_arrays
 from jshard._program.memory.fusion_traits import REDUCTION_PREFIXES
 from jshard._program.memory.in_place import touched_operands
 from jshard._program.memory.kernel_parts import Epilogue, KernelPart, Kernels, VectorWork
@@ -200,11 +201,16 @@ class _Fusion:
             self.stored[t] = False
         for t in stored_for_products(program, self.stored) if into_products else ():
             self.stored[t] = True
+        made = program.use_def.has_kind("eqn") & ~program.use_def.has_primitive(PRODUCTS)
+        fused = made[program.use_def.def_op] & ~np.array(self.stored, dtype=bool)
+        for t in computed_from_many_arrays(program, fused):
+            self.stored[t] = True
         self.def_op = program.use_def.def_op.tolist()
         self.parts: list[list[KernelPart]] = [[] for _ in program.operators]
         self.written = [s or t in self.stacked for t, s in enumerate(self.stored)]
         self.launched = [False] * len(program.operators)
         self.epilogues: dict[int, list[Epilogue]] = {}
+        self.read_beside: dict[int, set[int]] = {}  # a product: what its epilogues read
         self.product_of: dict[int, int] = {}  # tensor made in a product's kernel: the product
         self.path_to: dict[int, tuple[tuple[int, int], ...]] = {}  # such a tensor: the way from the product
         self.loops = _LoopKernels(self)
@@ -356,7 +362,11 @@ class _Fusion:
     ) -> None:
         """Make a root an epilogue of a product."""
         work, size = self.own_work(op, reads, reduces)
-        others = self.nbytes({t: p for t, p in reads.leaves.items() if self.product_of.get(t) != host})
+        read = self.read_beside.setdefault(host, set())
+        others = self.nbytes(
+            {t: p for t, p in reads.leaves.items() if self.product_of.get(t) != host and t not in read}
+        )
+        read |= set(reads.leaves)
         written = sum(self.program.tensors[r].nbytes for r in op.results if self.written[r])
         leaves = dict(reads.leaves)
         if reads.product >= 0:
