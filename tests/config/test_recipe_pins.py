@@ -336,6 +336,25 @@ def test_a_recipe_that_does_not_apply_says_what_was_looked_for(recipe):
     assert error.value.fix
 
 
+def test_fully_sharded_without_weights_says_so():
+    """Weights looked up in a table beside one of two adapters: what data is multiplied with is made of both."""
+    table, places = jnp.ones(16), jnp.ones((16, 16), jnp.uint8)
+
+    def loss(p, x):
+        adapters = [lambda q: q["a"][0] @ q["b"][0], lambda q: q["a"][1] @ q["b"][1]]
+        for _ in range(2):
+            x = jnp.tanh(x @ (table[places] * p["scale"] + jax.lax.switch(p["which"], adapters, p)))
+        return (x**2).mean()
+
+    p = {"a": jnp.ones((2, 16, 4)), "b": jnp.ones((2, 4, 16)), "scale": jnp.ones((16, 16)), "which": 1}
+    with pytest.raises(jshard.ShardError, match="no weight is known") as error:
+        jshard.shard(loss, config={"recipe": "fsdp"}, mesh=machine()).plan(p, jnp.ones((13, 16)))
+    assert error.value.fix.startswith("data, or cuts of single arguments: config={'parameters': ...}")
+    cut = {"mesh": {"x": 8}, "parameters": {"a": [None, "x", None]}}
+    plan = jshard.shard(loss, config=cut).plan(p, jnp.ones((13, 16)))
+    assert plan.inputs[0].layout.spec == jax.sharding.PartitionSpec(None, "x")
+
+
 @pytest.mark.parametrize(
     "recipe, text",
     [

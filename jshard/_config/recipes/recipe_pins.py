@@ -316,12 +316,17 @@ class _Resolver:
         part = next(p for p in ("fsdp", "zero1", "zero2") if p in self.parts)
         over = self.s.weights if part == "fsdp" else frozenset(self.s.state)
         if not over:
-            self._refuse(
-                part,
-                "no argument has the shape and dimensions of a weight beside the weights themselves: there is no "
-                "state of an optimizer",
-                "data for a loss, or the whole training step with the optimizer's state as an argument",
+            reason = (
+                "no argument has the shape and dimensions of a weight beside the weights themselves: there is no state "
+                "of an optimizer"
             )
+            fix = "data for a loss, or the whole training step with the optimizer's state as an argument"
+            if part == "fsdp":
+                reason = (
+                    "no argument is the operand of a product beside values with the batch: no weight is known"
+                )
+                fix = "data, or cuts of single arguments: config={'parameters': ...}"
+            self._refuse(part, reason, fix)
         if all(self.weight(n, True) == self.weight(n, False) for n in over):
             self._refuse(
                 part,
