@@ -8,10 +8,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jshard._core.errors import SearchError
 from jshard._network.build import PlanningNetwork
 from jshard._plan.scheduled_solution import ScheduledSolution, schedule_solution
 from jshard._program.memory.unfusible import ALL_PRODUCTS
 from jshard._search import Effort, solve
+from jshard._search.effort import ENTRIES_PER_SECOND
+
+
+_SHARE_OF_EFFORT = 0.3  # of the effort of the plan itself: this cost is said beside it, and needs no proof
+_LEAST_EFFORT = 2.0 * ENTRIES_PER_SECOND
 
 
 def with_unpriced_cost(
@@ -45,10 +51,14 @@ def with_unpriced_cost(
         or cost.communication <= repeated
     ):
         return solution
-    network = unpriced_network()
-    s = solve(network.cost_network, gap=request.memory_gap, seconds=seconds, effort=effort)
+    network, most = unpriced_network(), solution.cost - cost.price
+    part = effort.at_most(max(_LEAST_EFFORT, _SHARE_OF_EFFORT * effort.spent))
+    try:
+        s = solve(network.cost_network, gap=request.memory_gap, seconds=seconds, effort=part, most=most)
+    except SearchError:  # no answer in so little effort
+        return solution
     unpriced = schedule_solution(network, request, s.assignment, s.bound, ())
     fits = unpriced.peak <= (request.memory_limit or math.inf)
-    if not fits or unpriced.cost >= solution.cost - cost.price:
+    if not fits or unpriced.cost >= most:
         return solution
     return dataclasses.replace(solution, unpriced=unpriced.cost)
