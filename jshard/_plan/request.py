@@ -136,9 +136,8 @@ class PlanRequest:
         if effort.limit == math.inf or not self.effort_again or self.effort_again == 1 and not lowers:
             return None
         again = type(effort)(self.times_again(effort) * effort.limit, whole=effort)
-        if (
-            not lowers and effort.spent >= again.limit
-        ):  # it would do the same: the least that each search takes
+        # Each search takes some effort at least: one that spent more than a second may would be repeated as it was.
+        if not lowers and effort.spent >= again.limit:
             return None
         return dataclasses.replace(self, effort=again, effort_again=0)
 

@@ -175,3 +175,15 @@ def test_an_array_that_several_epilogues_of_a_product_read_is_read_once():
 def test_a_sum_that_one_kernel_reads_has_any_number_of_terms():
     program = traced(lambda *x: jnp.tanh(sum(x)), *[S((N, N), "float32")] * 40)
     assert sum(kernels(program).launched) == 1
+
+
+def test_a_sum_that_two_kernels_read_is_written_once_and_its_addends_are_not():
+    def f(w, *x):
+        y = sum(x)
+        return y @ w, jnp.tanh(y).sum(0)
+
+    program = traced(f, *[S((N, N), "float32")] * 40)
+    array = N * N * 4
+    assert moved(program, the(program, "dot_general")) == 3 * array
+    assert moved(program, the(program, "reduce_sum")) == 4 * N  # in the kernel that writes the sum
+    assert sum(moved(program, op.id) for op in program.operators) == (39 + 1 + 3) * array + 4 * N

@@ -323,7 +323,7 @@ class _Resolver:
             fix = "data for a loss, or the whole training step with the optimizer's state as an argument"
             if part == "fsdp":
                 reason = (
-                    "no argument is the operand of a product beside values with the batch: no weight is known"
+                    "no weight is known: no argument is the operand of a product beside values with the batch"
                 )
                 fix = "data, or cuts of single arguments: config={'parameters': ...}"
             self._refuse(part, reason, fix)

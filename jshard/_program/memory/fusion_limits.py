@@ -39,7 +39,7 @@ def computed_from_many_arrays(program: Program, fused: Bools) -> list[int]:
     size = [t.size for t in program.tensors]
     arrays: dict[
         int, frozenset[int]
-    ] = {}  # of a fused tensor: those it is computed from, one more than the most at most
+    ] = {}  # of a fused tensor: those it is computed from, up to one more than the most
     found: list[int] = []
     for op in program.operators:
         if not any(is_fused[r] for r in op.results):
@@ -59,10 +59,14 @@ def computed_from_many_arrays(program: Program, fused: Bools) -> list[int]:
 
 
 def _read_by_several_kernels(program: Program, fused: Bools) -> list[bool]:
-    """(tensors,) whether what is computed from a fused tensor is stored by several kernels."""
+    """(tensors,) whether several operators read a fused tensor, and what they compute of it is stored by several kernels.
+
+    An addend of a sum that several kernels read has one reader: the sum is what is stored.
+    """
     none, many = -1, -2
     is_fused = fused.tolist()
     kernel = [none] * len(is_fused)  # the one operator whose kernel computes the tensor
+    readers = [0] * len(is_fused)
     for op in reversed(program.operators):
         root = op.id
         if op.results and all(is_fused[r] for r in op.results):
@@ -70,8 +74,8 @@ def _read_by_several_kernels(program: Program, fused: Bools) -> list[bool]:
             root = roots.pop() if len(roots) == 1 else many if roots else none
         if root == none:
             continue
-        for t in op.operands:
-            if isinstance(t, Literal) or not is_fused[t]:
-                continue
-            kernel[t] = root if kernel[t] in (none, root) else many
-    return [k == many for k in kernel]
+        for t in {t for t in op.operands if not isinstance(t, Literal)}:
+            if is_fused[t]:
+                kernel[t] = root if kernel[t] in (none, root) else many
+                readers[t] += 1
+    return [k == many and n > 1 for k, n in zip(kernel, readers, strict=True)]
