@@ -36,3 +36,28 @@ def test_a_poor_answer_is_replaced_when_the_bound_has_settled(monkeypatch) -> No
     assert search.incumbent_cost <= least * (1 + 1e-9)
     assert bounded.bound <= least * (1 + 1e-9)
     assert 0 < len(passes) <= 2 * 10  # forwards and backwards
+
+
+def test_an_answer_far_above_a_settled_bound_is_improved_by_moves_on_forests(monkeypatch) -> None:
+    """Not only once the bound has stalled, which takes twenty rounds and more."""
+    module = importlib.import_module("jshard._search.bound_and_fix")
+    rng = np.random.default_rng(3)
+    n, states = 80, 4
+    pairs = sorted({tuple(sorted(p)) for p in rng.integers(0, n, (240, 2)).tolist() if p[0] != p[1]})
+    network = build(
+        [0.1 * rng.random(states) for _ in range(n)],
+        [(i, j, rng.random((states, states))) for i, j in pairs],
+    )
+    moves, search_forests = [], module.forest_search
+
+    def recorded(*args, **kwargs):
+        moves.append(kwargs["moves"])
+        return search_forests(*args, **kwargs)
+
+    monkeypatch.setattr(module, "forest_search", recorded)
+    search = SearchState(np.inf, 0.0, lambda _: None, n)
+    bounded = bound_and_fix(search, (), working_network(network), 60)
+    assert search.incumbent_cost > bounded.bound * (1 + module.FAR_ABOVE)
+    few, many = search.forest_moves // 4, search.forest_moves
+    assert few in moves[: moves.index(many)]
+    assert moves[0] == 0  # the bound rises
