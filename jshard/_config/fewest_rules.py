@@ -49,7 +49,9 @@ def fewest_rules(
         wrong = _wrong(rules, tensors, entries)
         if not wrong:
             return _without_shadowed(rules, tensors)
-        rules = _merged(rules, _by_class({names(tensors[i]): entries[i] for i in wrong if names(tensors[i])}))
+        # An argument that is a tensor itself has no name below the argument.
+        named = {names(tensors[i]): entries[i] for i in wrong if names(tensors[i])}
+        rules = _merged(rules, _by_class(named))
     if not _wrong(rules, tensors, entries):
         return _without_shadowed(rules, tensors)
     plain = _by_class(own)
@@ -58,13 +60,13 @@ def fewest_rules(
 
 
 def fewest_result_rules(
-    tensors: Sequence[TensorName], entries: Sequence[Entry], scalars: Sequence[TensorName] = ()
+    tensors: Sequence[TensorName], entries: Sequence[Entry], others: Sequence[TensorName] = ()
 ) -> tuple[Rule, ...]:
-    """Rules of the section `outputs` under which each result has its entry, and none matches a scalar."""
+    """Rules of the section `outputs` under which each result has its entry, and none matches `others`."""
     rules = tuple(_braced(_by_class({t.parts: e for t, e in zip(tensors, entries, strict=True)})))
-    won, _ = match_outputs([("outputs", r) for r in rules], [*tensors, *scalars])
+    won, _ = match_outputs([("outputs", r) for r in rules], [*tensors, *others])
     right = all(won.get(i) and won[i][0].rule.entry == entries[i] for i in range(len(tensors)))
-    right = right and not any(won.get(len(tensors) + i) for i in range(len(scalars)))
+    right = right and not any(won.get(len(tensors) + i) for i in range(len(others)))
     if right:
         return rules
     return tuple(Rule(t.path, e) for t, e in zip(tensors, entries, strict=True))

@@ -35,7 +35,7 @@ RESTRICTED_WORK = 2_000_000  # entries of all its joint tables, or ...
 RESTRICTED_WORK_PER_VARIABLE = 700  # ... so many a variable where that is more
 MIN_FIXED_SHARE = 0.02  # of the states, below which fixing has stalled
 MAX_FIX_SHARE = 0.3  # of the states left, above which others are not removed yet
-FAR_ABOVE = 0.01  # of a settled bound: an answer so far above it is improved by moves on forests, before the bound stalls
+GAP_FOR_MOVES = 0.01  # relative, above which moves on forests improve an answer before the bound stalls
 SETTLED = 0.01  # of the gap: what the bound gains in a step when it is the answer that leaves the gap
 
 WarmStart = Callable[[WorkingNetwork, MessageLayout], None]  # sets the messages of a layout
@@ -150,7 +150,7 @@ class PrimalSteps:
         if not search.gap_closed(bound) and (
             stalled or settled or self.always_round or search.incumbent_cost == np.inf
         ):
-            far = settled and search.incumbent_cost - bound > FAR_ABOVE * abs(bound)
+            far = settled and search.incumbent_cost - bound > GAP_FOR_MOVES * abs(bound)
             moves = search.forest_moves if stalled else search.forest_moves // 4 if far else 0
             self._round(bound, 0 if search.out_of_time else moves)
         share = self._share_left(dual)

@@ -57,7 +57,7 @@ def test_an_answer_far_above_a_settled_bound_is_improved_by_moves_on_forests(mon
     monkeypatch.setattr(module, "forest_search", recorded)
     search = SearchState(np.inf, 0.0, lambda _: None, n)
     bounded = bound_and_fix(search, (), working_network(network), 60)
-    assert search.incumbent_cost > bounded.bound * (1 + module.FAR_ABOVE)
+    assert search.incumbent_cost > bounded.bound * (1 + module.GAP_FOR_MOVES)
     few, many = search.forest_moves // 4, search.forest_moves
     assert few in moves[: moves.index(many)]
     assert moves[0] == 0  # the bound rises

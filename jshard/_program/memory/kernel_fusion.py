@@ -6,7 +6,7 @@ passes.
 
 Idea.  Values that are not materialized (`liveness.py`) are computed in every kernel that reads them, so each operator
 with a materialized result is the *root* of a kernel: it reads, once each, the materialized values from which its
-operands are computed, and writes its results. Three refinements, read off the TPU compiler's fusions:
+operands are computed, and writes its results. Four refinements, read off the TPU compiler's fusions:
 
 - What is computed from a product's result and needs nothing that is computed later runs in the product's kernel: an
   epilogue, the maxima of logits, an update of a weight; where a value on the way is resharded (a gradient that is summed
@@ -15,6 +15,8 @@ operands are computed, and writes its results. Three refinements, read off the T
 - Kernels over equally many elements that share an operand are one kernel with several results (the three results of an
   Adam update; the gradient's two sums of a layer norm), unless one needs what the other reduces.
 - A view of a value (a reshape) is no kernel.
+- A value is written once where the products that read it would read more bytes to compute it (`kernel_values.py`), or
+  where several kernels would compute it from more than eight arrays (`fusion_limits.py`).
 
 All is charged to the root, as bytes and elements that are divided as one of its operands or results is
 (`_network/operator_cost.py`), epilogues to the way from product to root (`_network/epilogue_charges.py`): how a device

@@ -65,7 +65,7 @@ _SMALL_COST_GAP = 1e-3  # of a cost that only breaks ties
 _COST_GAP = 1e-2  # of a cost that only breaks ties, in a large network
 _SHARE_FOR_TIES = 0.5  # of the effort of all that came before: for such a cost, and for lower peaks by prices
 _LEAST_FOR_TIES = 3e8  # entries that these may take in any case, but in a large network
-_FAR_ABOVE = 1.5  # times its bound, from which on a peak is lowered by prices though the effort is spent
+_POOR_PEAK = 1.5  # times its bound, above which a peak is lowered by prices though the effort is spent
 _NEAR_COST = 0.1  # of such a cost: how near its bound it is not lowered by searches of its own
 _SPEND_FOR_PEAK = 30.0  # the bytes of the peak cost so many times the network's cost
 _COST_EFFORT = 0.5  # of the game's effort: what a lower cost at its peak may take
@@ -370,12 +370,10 @@ def solve_peak(
     memory = network.memory
     assert memory is not None
     every = key_times_above(memory, -np.inf)
-    whole = search.effort
-    part = break_ties_by_cost and np.isfinite(whole.limit) and not network.is_large(whole)
-    if part:
+    whole, large = search.effort, network.is_large(search.effort)
+    if break_ties_by_cost and np.isfinite(whole.limit) and not large:
         search.effort = whole.part(_SHARE_OF_GAME)
     if layers_repeat and network.size >= PRICE_CUTS_FROM and len(every.times):
-        large = network.is_large(search.effort)
         cost_gap = _COST_GAP if large else _SMALL_COST_GAP
         cost_is_low = game_on_few_times(network, search, cost_gap)
         closed = search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP))
@@ -436,7 +434,7 @@ def _break_ties(network: CostNetwork, search: SearchState) -> None:
     """
     found = False
     most = max(_LEAST_FOR_TIES, _SHARE_FOR_TIES * search.effort.spent) / 3
-    if search.incumbent_cost > _FAR_ABOVE * search.bound:
+    if search.incumbent_cost > _POOR_PEAK * search.bound:
         search.effort = search.effort.at_least(_LEAST_FOR_TIES / 3)  # a spent effort ended the game early
     for share in (0.1, 0.5):  # of the peak's gap: other limits lead to other answers than the game's
         if search.out_of_time or search.incumbent_cost <= search.bound * (1 + max(search.gap, _PEAK_GAP)):
