@@ -15,8 +15,9 @@ What a copy variable holds, by the kind of edge ("stored" and "reader's" layout,
     materialized                   to relay        [stored, stored + 1)                         RESHARDED
     materialized                   to reader       [resharded, live until)                      RESHARDED; the last
                                                      reader's also SAME, once the source is dead
-    fused, estimate                to reader       [resharded, live until)                      RESHARDED
-    fused, or counted elsewhere    to reader       where `disjoint_intervals` gives the reader  RESHARDED
+    fused, or counted elsewhere:
+      estimate                     to reader       [resharded, live until)                      RESHARDED
+      lower bound                  to reader       where `disjoint_intervals` gives the reader  RESHARDED
     fused partial sum, lower bound to relay        [stored, last reshard) but those             RESHARDED
     other, or counted elsewhere    to relay        [stored, last live until)                    RESHARDED
 
@@ -263,7 +264,7 @@ def copy_intervals(
     if not fused and not copied.counted_elsewhere:
         return intervals + _of_stored_value(own, copied)
     is_lower_bound = isinstance(live, LowerBoundIntervals)
-    if own is not None and fused and not is_lower_bound:
+    if own is not None and not is_lower_bound:
         return [*intervals, CopyInterval(own.resharded_at, own.live_until, nbytes)]
     if own is not None:
         return intervals + [CopyInterval(*span, nbytes) for span in copied.disjoint.get(own.reader, ())]
