@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -235,9 +235,14 @@ def merged_config(*configs: ConfigSource) -> Config | None:
 
 
 def config_of_plan(
-    plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: str = "", in_tree: PyTreeDef | None = None
-) -> Config:
-    """The configuration of a plan (`Plan.to_config`), on the mesh for which it was made; `in_tree` of its arguments."""
+    plan: PlanRecord, jax_mesh: JaxMesh | None = None, machine: str = "", in_tree: PyTreeDef | None = None,
+    out_tree: PyTreeDef | None = None,
+) -> Config:  # fmt: skip
+    """The configuration of a plan (`Plan.to_config`), on the mesh for which it was made.
+
+    `in_tree`, `out_tree`: the structures of its arguments and results, where they are known.
+    """
+    from jshard._api.state_matching import tied_rows
     from jshard._config.export import config_of_plan
     from jshard._core.layout import MeshAxes
     from jshard._spec.default_budget import default_memory_budget
@@ -245,4 +250,8 @@ def config_of_plan(
     mesh = plan.mesh
     if jax_mesh is not None:
         mesh = MeshAxes(tuple(jax_mesh.axis_names), tuple(jax_mesh.axis_sizes))
-    return as_config(config_of_plan(plan, mesh, machine, default_memory_budget(plan.chip), in_tree))
+
+    def ties(pinned: Collection[int]) -> dict[int, int]:
+        return tied_rows(plan.inputs, plan.outputs, in_tree, out_tree, pinned)
+
+    return as_config(config_of_plan(plan, mesh, ties, machine, default_memory_budget(plan.chip), in_tree))

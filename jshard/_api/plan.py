@@ -222,7 +222,7 @@ class Plan(PlanRecord):
         """
         from jshard._api.config import config_of_plan
 
-        return config_of_plan(self, self.jax_mesh, machine, self.in_tree)
+        return config_of_plan(self, self.jax_mesh, machine, self.in_tree, self.out_tree)
 
     @checked
     def to_rules(self, form: str, names: Mapping[str, Sequence[str | None]] | None = None) -> str:

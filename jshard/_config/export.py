@@ -7,7 +7,7 @@ state that lies like its parameter, nor a result that replaces an argument and l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jshard._config.config_record import ConfigRecord, Entry, MeshSection, Rule
 from jshard._config.fewest_rules import fewest_result_rules, fewest_rules
@@ -18,12 +18,17 @@ from jshard._plan.record import PlanRecord
 from jshard._plan.rows import TensorRow
 
 
+Ties = Callable[[Collection[int]], Mapping[int, int]]
+"""Of numbers of results that are pinned: {result: argument}, the results that share the layout of an argument."""
+
+
 def config_of_plan(
-    plan: PlanRecord, mesh: MeshAxes, machine: str = "", default_budget: float | None = None,
+    plan: PlanRecord, mesh: MeshAxes, ties: Ties, machine: str = "", default_budget: float | None = None,
     in_tree: PyTreeDef | None = None,
 ) -> ConfigRecord:  # fmt: skip
     """The configuration of a plan on a mesh with these axes.
 
+    `ties`: which results share the layout of an argument without a rule.
     `machine`: its name, for a mesh that is not attached. `default_budget`: the memory budget that `shard` would take.
     `in_tree`: the structure of the arguments, (by position, by name), where it is known.
     """
@@ -42,7 +47,7 @@ def config_of_plan(
     return ConfigRecord(
         parameters=parameters,
         inputs=tuple(Rule(tensors[i].path, entries[i]) for i in arrays),
-        outputs=_outputs(plan.outputs, dict(zip([t.path for t in tensors], entries, strict=True))),
+        outputs=_outputs(plan, ties),
         mesh=MeshSection(axes, machine=machine) if axes else None,
         options=tuple(sorted(options.items())),
         source=f"plan of {plan.name}",
@@ -74,23 +79,20 @@ def entry_of(layout: Layout) -> Entry:
     return layout.dims
 
 
-def _outputs(rows: Sequence[TensorRow], arguments: dict[str, Entry]) -> tuple[Rule, ...]:
-    """Rules for results that are not the new values of arguments."""
-    by_end: dict[str, list[Entry]] = {}
-    for path, entry in arguments.items():
-        for end in (path, path.partition(".")[2]):
-            by_end.setdefault(end, []).append(entry)
-    results: list[TensorName] = []
-    entries: list[Entry] = []
-    for row in rows:
-        inner = row.path.partition(".")[2]
-        new_value = (
-            entry_of(row.layout) in by_end.get(row.path, ())
-            or inner
-            and entry_of(row.layout) in by_end.get(inner, ())
-        )
-        if row.shape and not new_value and not row.layout.partial:
-            results.append(TensorName(row.path, row.shape, row.dtype, kind="result"))
-            entries.append(entry_of(row.layout))
-    scalars = [TensorName(r.path, r.shape, r.dtype, kind="result") for r in rows if not r.shape]
-    return fewest_result_rules(results, entries, scalars)
+def _outputs(plan: PlanRecord, ties: Ties) -> tuple[Rule, ...]:
+    """Rules for the results that have the layout of no argument that `shard` gives them."""
+    rows = plan.outputs
+    finished = [i for i, row in enumerate(rows) if row.shape and not row.layout.partial]
+    ruled, more = set[int](), set(finished)
+    while more:  # a rule is a pin, after which other results may be the new values of arguments
+        tied = ties(ruled)
+        more = {
+            i
+            for i in finished
+            if i not in ruled and (i not in tied or plan.inputs[tied[i]].layout != rows[i].layout)
+        }
+        ruled |= more
+    names = [TensorName(r.path, r.shape, r.dtype, kind="result") for r in rows]
+    wanted = {names[i]: entry_of(rows[i].layout) for i in finished if i in ruled}
+    settled = {names[i]: entry_of(rows[i].layout) for i in finished if i not in ruled}
+    return fewest_result_rules(wanted, [n for n in names if not n.shape], settled)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jshard._config.config_record import ConfigRecord, Entry, Rule
 from jshard._config.fitting import Problem, fit
@@ -60,16 +61,26 @@ def fewest_rules(
 
 
 def fewest_result_rules(
-    tensors: Sequence[TensorName], entries: Sequence[Entry], others: Sequence[TensorName] = ()
-) -> tuple[Rule, ...]:
-    """Rules of the section `outputs` under which each result has its entry, and none matches `others`."""
-    rules = tuple(_braced(_by_class({t.parts: e for t, e in zip(tensors, entries, strict=True)})))
-    won, _ = match_outputs([("outputs", r) for r in rules], [*tensors, *others])
-    right = all(won.get(i) and won[i][0].rule.entry == entries[i] for i in range(len(tensors)))
-    right = right and not any(won.get(len(tensors) + i) for i in range(len(others)))
-    if right:
-        return rules
-    return tuple(Rule(t.path, e) for t, e in zip(tensors, entries, strict=True))
+    wanted: Mapping[TensorName, Entry], others: Sequence[TensorName] = (),
+    settled: Mapping[TensorName, Entry] = MappingProxyType({}),
+) -> tuple[Rule, ...]:  # fmt: skip
+    """Rules of the section `outputs` under which each result has its entry, and none matches `others`.
+
+    Results that are `settled` have their entry without a rule. One may match them only if it gives them that.
+    """
+    if not wanted:
+        return ()
+    names = [*wanted, *settled, *others]
+    allowed = (
+        [(e,) for e in wanted.values()] + [(e, None) for e in settled.values()] + [(None,)] * len(others)
+    )
+    for some in (wanted, {**wanted, **settled}):
+        rules = tuple(_braced(_by_class({t.parts: e for t, e in some.items()})))
+        won, _ = match_outputs([("outputs", r) for r in rules], names)
+        got = [won[i][0].rule.entry if won.get(i) else None for i in range(len(names))]
+        if all(entry in entries for entry, entries in zip(got, allowed, strict=True)):
+            return rules
+    return tuple(Rule(t.path, e) for t, e in wanted.items())
 
 
 def _merged(rules: Sequence[Rule], extra: Sequence[Rule]) -> tuple[Rule, ...]:

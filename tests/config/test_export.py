@@ -251,3 +251,31 @@ def test_a_rule_for_results_leaves_a_scalar_result_alone() -> None:
     text, before, after = _read_back(step, args, out_strategy=(None, (None, (1,), (1,), (1,))))
     assert '"1.1"' in text and '"1.*"' not in text
     assert before == after
+
+
+@pytest.mark.parametrize("last", [24, 3])
+def test_a_rule_for_results_leaves_new_values_of_arguments_alone(last: int) -> None:
+    """`w.*` for three results that lie unlike their arguments matches the fourth, which lies like its own."""
+    S = jax.ShapeDtypeStruct
+    P = jax.sharding.PartitionSpec
+    state = {"w": [*[S((12, 24), "float32")] * 3, S((12, last), "float32")]}
+    text, before, after = _read_back(
+        lambda state, n: {"w": [v + n for v in state["w"]]},
+        (state, S((), "float32")),
+        in_strategy={"state": P()},
+        out_strategy={"w": [P(None, ("x", "y"))] * 3 + [P()]},
+    )
+    assert before == after and "w.3" in text
+
+
+def test_a_result_named_like_part_of_an_argument_has_a_rule() -> None:
+    """`ws.0` of a larger result is not the new value of the argument `ws`: nothing gives it that layout."""
+    S = jax.ShapeDtypeStruct
+    P = jax.sharding.PartitionSpec
+    text, before, after = _read_back(
+        lambda ws, x: {"ws": [w + x for w in ws], "loss": x * 2},
+        ([S((16, 8), "float32")] * 2, S((), "float32")),
+        in_strategy=(P(), None),
+        out_strategy={"ws": [P(), P()], "loss": None},
+    )
+    assert before == after and "outputs:\n  ws.*: [null, null]" in text

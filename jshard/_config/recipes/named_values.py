@@ -102,8 +102,9 @@ def record_of(pins: RecipePins, s: Structure) -> ConfigRecord:
                 alike[path] = next(iter(own.values()))
             else:
                 apart += [Rule(path, v.entry, element=k) for k, v in enumerate(own.values())]
-        tensors = [TensorName(path, v.shape, "float32", kind=section[:-1]) for path, v in alike.items()]
-        return (*fewest_result_rules(tensors, [v.entry for v in alike.values()]), *apart)
+        kind = section[:-1]
+        entries = {TensorName(p, v.shape, "float32", kind=kind): v.entry for p, v in alike.items()}
+        return (*fewest_result_rules(entries), *apart)
 
     said = {v.name for v in pins.products}
     left_open = {
