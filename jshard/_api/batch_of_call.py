@@ -84,10 +84,17 @@ class BatchOfCall:
 
 
 def batch_of_call(
-    closed: ClosedJaxpr, name: str, names: Sequence[str], captured: Sequence[jax.Array]
+    closed: ClosedJaxpr,
+    name: str,
+    captured: Sequence[jax.Array],
+    names: Sequence[str],
+    results: Sequence[str],
 ) -> BatchOfCall:
-    """The batch, from the structure of the program: the dimension that most products keep."""
-    program = build(closed, name=name, input_names=names, captured=captured)
+    """The batch, from the structure of the program: the dimension that most products keep.
+
+    `names`, `results`: the paths of arguments and results.
+    """
+    program = build(closed, name=name, input_names=names, output_names=results, captured=captured)
     structure = Structure(program)
     inputs = [SHARED] * (len(captured) + len(names))
     place = structure.batch_place

@@ -24,6 +24,7 @@ from jshard._api.trace_call import (
     TracedProgram,
     abstract_with_shardings,
     build_program,
+    result_names,
     trace_on_shapes,
 )
 from jshard._core import hardware, jaxcompat as compat, topology as device_topology
@@ -196,9 +197,9 @@ class TracedCall:
     @functools.cached_property
     def read_batch(self) -> Callable[[], BatchOfCall]:
         """Finds the batch of the call's arguments; holds no argument, since plans keep it."""
-        names = tuple(leaf.path for leaf in self.call.leaves)
         captured = tuple(compat.captured_tracers(self.jax_traced))
-        return functools.partial(_batch_of_call, self.jaxpr, self.request.name, names, captured)
+        names = [leaf.path for leaf in self.call.leaves], result_names(self.request, self.jax_traced)
+        return functools.partial(_batch_of_call, self.jaxpr, self.request.name, captured, *names)
 
 
 @gc_paused()
@@ -244,11 +245,11 @@ def _in_pipeline(traced: TracedCall) -> PlannedCall:
 
 
 def _batch_of_call(
-    jaxpr: ClosedJaxpr, name: str, names: tuple[str, ...], captured: tuple[jax.Array, ...]
+    jaxpr: ClosedJaxpr, name: str, captured: tuple[jax.Array, ...], arguments: list[str], results: list[str]
 ) -> BatchOfCall:
     from jshard._api.batch_of_call import batch_of_call  # here, so that `import jshard` stays light
 
-    return batch_of_call(jaxpr, name, names, captured)
+    return batch_of_call(jaxpr, name, captured, arguments, results)
 
 
 def _batch_report(read_batch: Callable[[], BatchOfCall], name: str, pieces: int) -> BatchReport:

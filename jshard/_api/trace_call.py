@@ -172,6 +172,13 @@ def _trace_with(
         raise
 
 
+def result_names(request: ShardRequest, traced: jax.stages.Traced) -> list[str]:
+    """The paths of the flat results, and of the state that the call changes."""
+    result, state = request.view.results(traced.out_info)
+    paths = [path_name(path) or "result" for path, _ in jax.tree_util.tree_flatten_with_path(result)[0]]
+    return [*paths, *state]
+
+
 def build_program(
     request: ShardRequest,
     call: TracedArguments,
@@ -186,15 +193,13 @@ def build_program(
 
     `jaxpr`: another jaxpr of the same function, in which values have more names, or are computed again if `recomputed`.
     """
-    result, state = request.view.results(traced.out_info)
-    paths = [path_name(path) or "result" for path, _ in jax.tree_util.tree_flatten_with_path(result)[0]]
     avals, tree = jax.tree.flatten(traced.out_info)
     try:
         program = build(
             traced.jaxpr if jaxpr is None else jaxpr,
             name=request.name,
             input_names=[leaf.path for leaf in call.leaves],
-            output_names=[*paths, *state],
+            output_names=result_names(request, traced),
             captured=compat.captured_tracers(traced),
             pin_of_name=pin_of_name,
         )
@@ -212,7 +217,7 @@ def build_program(
         check_meshes(program, mesh_axes(mesh))
     outs = compat.open_jaxpr(traced.jaxpr)[0].outvars
     weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in outs)
-    return TracedProgram(program, result, avals, tree, weak)
+    return TracedProgram(program, request.view.results(traced.out_info)[0], avals, tree, weak)
 
 
 def source_line_of(jaxpr: Jaxpr | ClosedJaxpr, primitives: Container[str]) -> str | None:

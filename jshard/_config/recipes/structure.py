@@ -95,14 +95,30 @@ class Structure:
             summed = {c for d in self._factors(op)[1] for c in d}
             kept = {c for t in op.results for c in self.classes.of(t)}
             free.update({c: 1 for c in kept - summed})
-        best: tuple[int, int, int] | None = None
+        best: tuple[bool, int, int, int] | None = None
         place = None
         for number in range(len(self.program.inputs)):
             for d, c in enumerate(self.classes.of(self.argument(number))):
-                rank = (free[c], -d, number)
+                rank = (number not in self._replaced, free[c], -d, number)
                 if free[c] and (best is None or rank > best):
                     best, place = rank, (number, d)
         return place
+
+    @functools.cached_property
+    def _replaced(self) -> frozenset[int]:
+        """Numbers of the arguments that a result replaces or is the gradient of, by name and shape: weights and state.
+
+        They have the batch only where no other argument has a dimension that could be it.
+        """
+
+        def key(op: Operator, tensor: int) -> tuple[str, tuple[int, ...]]:
+            return op.name.partition(".")[2], self.program.tensors[tensor].shape
+
+        made = [self.program.operators[o] for o in self.program.outputs]
+        given = [self.program.operators[i] for i in self.program.inputs]
+        results = {key(op, t) for op in made for t in op.operands if not isinstance(t, Literal)}
+        arguments = [key(op, op.results[0]) for op in given]
+        return frozenset(n for n, (name, shape) in enumerate(arguments) if name and (name, shape) in results)
 
     def _model_products(self) -> list[Operator]:
         """The products of the forward pass; where a model has none, the operators whose cuts the user states.
@@ -143,15 +159,20 @@ class Structure:
 
     @functools.cached_property
     def weights(self) -> frozenset[int]:
-        """Numbers of the arguments that the forward pass combines with values that have the batch."""
+        """Numbers of the arguments that the forward pass combines with values that have the batch or, in what is
+        differentiated, with any that are computed from data: what experts read has lost the batch.
+        """
         if self.whole is not self:
             return self.whole.weights
         behind, found = self.origins.of, set[int]()
+        nothing_is_differentiated = not any(map(is_differentiated, self.program.operators))
         for op in self.program.operators:
             tensors = [a for a in op.operands if not isinstance(a, Literal)]
             if op.kind == "output" or not is_forward(op):
                 continue
-            if any(map(self.has_batch, (*tensors, *op.results))):
+            in_model = nothing_is_differentiated or is_differentiated(op)
+            reads_data = in_model and any(behind[t] is None for t in tensors)
+            if reads_data or any(map(self.has_batch, (*tensors, *op.results))):
                 found |= {n for t in tensors for n in behind[t] or ()}
         return frozenset(n for n in found if self._is_float(n))
 
