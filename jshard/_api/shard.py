@@ -189,7 +189,7 @@ def _shard_by_config(fn: Function | None, options: Mapping[str, Any]) -> Sharded
         return functools.partial(shard, **options)
     own, rare, record = options_and_rules(options, inspect.signature(shard))
     request = shard(fn, **own).request
-    rules = record if record.rules or record.recipe else None
+    rules = record if record.says_layouts else None
     return Sharded(
         dataclasses.replace(request, options=with_rare_options(request.options, rare), config=rules)
     )

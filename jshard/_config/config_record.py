@@ -130,7 +130,8 @@ class ConfigRecord:
     - `regexes`: rules by regular expression on paths with `/`, in order; `regex_match` "first" takes the first that is
         found in the path, "only" refuses two, "full" too, and matches the whole path.
     - `optional`: globs of rules that may match nothing.
-    - `unlisted`: what a parameter without a rule is: "derived" by the search, or "replicated".
+    - `unlisted`: what a parameter without a rule is: "derived" by the search, or "replicated". Parameters are the
+        tensors of an argument of which some tensor has a rule.
     - `notes`: what reading the rules of another library showed; not part of what the configuration says.
     - `strict`: whether what does not match is an error.
     """
@@ -157,6 +158,11 @@ class ConfigRecord:
     def rules(self) -> tuple[tuple[str, Rule], ...]:
         """All rules as (section, rule), in the order of sections."""
         return tuple((s, r) for s in RULE_SECTIONS for r in getattr(self, s))
+
+    @property
+    def says_layouts(self) -> bool:
+        """Whether it has rules or a recipe, or says what tensors without a rule are."""
+        return bool(self.rules or self.recipe or self.unlisted != "derived")
 
     def option(self, name: str, default: object = None) -> object:
         """The value of an option of `shard`."""

@@ -29,7 +29,7 @@ class Problem:
     """Something that a configuration and a function do not agree on.
 
     - `kind`: "unmatched", "shadowed", "tie", "rank", "divides", "axis", "unused axis", "missing layer", "catch-all",
-        "without rule", "orientation", "cut otherwise", "element", "note".
+        "without rule", "unlisted", "orientation", "cut otherwise", "element", "note".
     - `name`: of the rule, the tensor or the axis. `error`: whether it refuses the call where `strict` holds.
     - `refuses`: whether no call can be planned with it, strict or not.
     - `padded`: the end of the advice, the option that would pad a dimension; "" where there is none.

@@ -70,12 +70,19 @@ def resolve(
         won, missing = match_outputs([(section, r) for r in getattr(record, section)], own)
         unmatched += missing
         inner += _inner_rows(own, won, sizes, problems, record.option("pad") is True)
-    named = [t for own in (inside or {}).values() for t in own]
-    known = [t.path for t in (*tensors, *(values or ()), *(results or ()), *named)] + list(scopes)
+    arguments, inner_names = [t.path for t in tensors], [*(t.path for t in values or ()), *scopes]
+    known = {section: [t.path for t in own] for section, own in (inside or {}).items()} | {
+        "parameters": arguments,
+        "inputs": arguments,
+        "torch": [*arguments, *inner_names],
+        "regexes": [t.path for t in tensors if t.path != t.argument],
+        "activations": inner_names,
+        "outputs": [t.path for t in results or ()],
+    }
     problems = _unmatched(record, unmatched, known, values or ()) + problems
     problems += [_shadowed(*s) for s in claims.shadowed] + [_tie(*t) for t in claims.ties]
     problems += _double_regexes(record, tensors, claims)
-    problems += _without_rule(record, rows, claims)
+    problems += _without_rule(record, rows, claims) + _unlisted(record, tensors)
     problems += slips(rows, inner)
     problems += _unused_axes(record, [*rows, *inner, *result_rows], sizes)
     problems += [
@@ -171,9 +178,10 @@ def _inner_rows(
 def _unmatched(
     record: ConfigRecord,
     unmatched: Sequence[tuple[str, Rule]],
-    known: Sequence[str],
+    known: Mapping[str, Sequence[str]],
     values: Sequence[TensorName],
 ) -> list[Problem]:
+    """The rules that match nothing, with the nearest names of their section; `known`: the names of each section."""
     out = []
     for section, rule in unmatched:
         if any(rule.name == o or matches(o, name_parts(rule.name)) for o in record.optional):
@@ -181,9 +189,12 @@ def _unmatched(
         if section == "regexes" and is_catch_all(rule):
             continue
         elements = [v for v in values if rule.element is not None and _ends_in(rule.name, v)]
-        paths = sorted(set(filter(None, known)))
+        paths = sorted(set(filter(None, known.get(section, ()))))
         wanted = re.sub(r"\{[^}]*\}", "", rule.name)
-        fix = f"{nearest_names(wanted, paths)}; or list it under optional"
+        others = [o for o, names in known.items() if rule.name in names and o not in ("torch", section)]
+        near = nearest_names(wanted, paths) if paths else f"the function has no names for {section}"
+        near = f"{rule.name!r} is a name for {' and '.join(others)}" if others else near
+        fix = f"{near}; or list it under optional"
         if elements:
             count = max(v.elements for v in elements)
             fix = f"[0] to [{count - 1}]" if count else f"{rule.name} without [{rule.element}]"
@@ -233,6 +244,17 @@ def _double_regexes(record: ConfigRecord, tensors: Sequence[TensorName], claims:
         if claim is not None and claim.section == "regexes" and len(hits) > 1 and not exact:
             out.append(_tie(tensor, [Claim("regexes", r, r.name) for r in hits[:2]]))
     return out
+
+
+def _unlisted(record: ConfigRecord, tensors: Sequence[TensorName]) -> list[Problem]:
+    """The setting `unlisted: replicated` without a rule that says which arguments hold parameters."""
+    rules = record.parameters or record.regexes or record.torch or record.recipe
+    if record.unlisted != "replicated" or rules:
+        return []
+    what = "'unlisted: replicated' replicates nothing: it is about arguments in which a tensor has a rule"
+    inner = [t.path for t in tensors if t.inner and t.shape]
+    fix = f"a rule for a tensor of each, as parameters: {{{inner[0]!r}: '?'}}" if inner else "unlisted: derived"
+    return [Problem("unlisted", "unlisted", what, record.source, fix)]
 
 
 def _without_rule(record: ConfigRecord, rows: Sequence[Row], claims: Claims) -> list[Problem]:

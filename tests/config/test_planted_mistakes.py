@@ -171,3 +171,40 @@ def test_a_report_prints_problems_and_tensors() -> None:
     [head] = [line for line in lines if line.startswith("  model.lm_head.kernel ")]
     assert head.split()[1:] == ["float32[32,64]", "?", "8,192", "derived"]
     assert [p for p in report.problems if not p.error] == list(report.warnings)
+
+
+@pytest.mark.parametrize(
+    "section, name, fix",
+    [
+        ("regexes", "x", "'x' is a name for parameters and inputs"),
+        ("gradients", "w", "'w' is a name for products"),
+        ("gradients", "q", "the function has no names for gradients"),
+        ("parameters", "result", "'result' is a name for outputs"),
+        ("outputs", "w", "none is near; there are result"),
+        ("activations", "tanh", "the function has no names for activations"),
+        ("products", "v", "none is near; there are w"),
+    ],
+)
+def test_names_of_the_section_are_proposed_and_none_of_others(section, name, fix):
+    """Written there, a name that another section has was refused in turn."""
+    rules = [[name, ["x", None]]] if section == "regexes" else {name: ["x", None]}
+    args = {"w": jnp.ones((8, 16))}, jnp.ones((16, 8))
+    with pytest.raises(jshard.ShardError, match=f"{name!r} of {section} matches nothing") as error:
+        jshard.shard(lambda p, x: jnp.tanh(x @ p["w"]), config={"mesh": {"x": 8}, section: rules}).plan(*args)
+    assert error.value.fix.startswith(fix)
+
+
+def test_unlisted_needs_a_rule_that_says_which_arguments_hold_parameters():
+    """Without one it did nothing: every weight was laid out by the search."""
+    args = {"w": jnp.ones((8, 16)), "v": jnp.ones((16, 8))}, jnp.ones((16, 8))
+    config = {"mesh": {"x": 8}, "unlisted": "replicated"}
+
+    def model(p, x):
+        return jnp.tanh(x @ p["w"] @ p["v"])
+
+    with pytest.raises(jshard.ShardError, match="'unlisted: replicated' replicates nothing") as error:
+        jshard.shard(model, config=config).plan(*args)
+    assert error.value.fix.startswith("a rule for a tensor of each, as parameters: {'p.v': '?'}")
+    said = {**config, "parameters": {"p.v": "?"}, "inputs": {"x": ["x", None]}}
+    plan = jshard.shard(model, config=said).plan(*args)
+    assert plan.inputs[1].layout.dims == ((), ())  # p.w
