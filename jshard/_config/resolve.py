@@ -253,7 +253,9 @@ def _unlisted(record: ConfigRecord, tensors: Sequence[TensorName]) -> list[Probl
         return []
     what = "'unlisted: replicated' replicates nothing: it is about arguments in which a tensor has a rule"
     inner = [t.path for t in tensors if t.inner and t.shape]
-    fix = f"a rule for a tensor of each, as parameters: {{{inner[0]!r}: '?'}}" if inner else "unlisted: derived"
+    fix = (
+        f"a rule for a tensor of each, as parameters: {{{inner[0]!r}: '?'}}" if inner else "unlisted: derived"
+    )
     return [Problem("unlisted", "unlisted", what, record.source, fix)]
 
 
