@@ -110,15 +110,15 @@ def shard(
     - `level`: what the search minimises: 0 communication and redundant compute, 1 peak memory (then step time, among
         the plans found at the least peak), 2 step time.
     - `config`: a configuration, for what other arguments leave open: the path of a YAML file, YAML text, a dict or a
-        `Config`. These options are there only. `search_seconds`: how long the search may improve a plan, counted as effort
-        of one core of 2026, so that every machine finds the same plan, which says its gap; by default until it is proved.
-        Plans that are compared share it, each has a tenth or more; choices of `remat` have as much again. A search that
-        finds no plan within a budget is made again with four times as much (up to 20 s), then as at level 1. `prefer`:
+        `Config`. These options are there only. `search_seconds`: how long a plan is improved, in effort of one core of
+        2026, so that machines agree, and its gap is said; by default until the proof, each search 60 s at most, of memory
+        240. Plans that are compared share it, each has a tenth or more; choices of `remat` have as much again. A search
+        that finds no plan within a budget is made again with four times as much (up to 20 s), then as at level 1. `prefer`:
         `"memory:1%"` takes the plan of least peak found at up to 1% more than the least cost. `pad`: sizes of large tensors
         that no cut divides are padded where that makes the plan better; `False` never pads, `True` pads small tensors and
         what pinned cuts do not divide too, paths pad arguments at rest (`PaddedArray`). `pipeline`: loops over stacked
-        layers run in stages over a mesh axis, `{"axis": "stage", "microbatches": 16}`; "auto" compares with none. `overlap`:
-        `False` counts communication that products hide. Of processes: `local_batch`, `check_host_arrays`, ....
+        layers run in stages over a mesh axis, `{"axis": "stage", "microbatches": 16}`; "auto" compares with none.
+        `overlap`: `False` counts communication that products hide. Of processes: `local_batch`, `check_host_arrays`, ....
     - `mesh`: a `Mesh`, `AbstractMesh` or `topology(...)`; `"auto"` compares the meshes that the strategies allow on
         the local devices, `"auto:4"` on four of them, `"auto:v5e:4x4"` on a named machine; default: the mesh in context,
         else one inferred from the strategies.

@@ -91,6 +91,9 @@ def branch(search: SearchState, root: BoundedCore) -> float:
         if search.gap_closed(max(bound, proved)) or search.out_of_time or max(bound, proved) > search.most:
             break
         heapq.heappop(open_nodes)
+        search.bound = max(
+            search.bound, min(max(bound, proved), search.incumbent_cost)
+        )  # an interruption keeps it
         v, halves = _split(node)
         for keep in halves:
             child = _child(search, node, v, keep)

@@ -46,3 +46,17 @@ def test_a_core_that_branching_leaves_open_is_solved(monkeypatch):
     assert any("integer program of" in step for step in found.steps)
     assert found.cost == pytest.approx(evaluate(network, found.assignment))
     assert found.cost * (1 - 1e-5) <= found.bound <= found.cost
+
+
+def test_the_bound_is_said_as_branching_raises_it(monkeypatch):
+    """An interruption between two branches keeps what the open ones prove."""
+    monkeypatch.setattr(branch_and_bound, "_BRANCHES_FIRST", 10_000)
+    bounds: list[float] = []
+
+    def said(text: str, best: float, bound: float) -> None:
+        if text.startswith(("branching:", "messages and blocks")):
+            bounds.append(bound)
+
+    network = random_network(0, 10, 6, list(itertools.combinations(range(10), 2)))
+    found = solve(network, seconds=60.0, on_progress=said)
+    assert bounds == sorted(bounds) and bounds[0] < bounds[1] <= found.bound
