@@ -233,21 +233,26 @@ def _regex_claims(
 ) -> list[tuple[str, Rule]]:
     """Claims of regular expressions on tensors without another; the expressions that match nothing.
 
-    An expression that matches every path is for the arguments of which others match something: elsewhere there are no
-    parameters.
+    They are searched for in paths below an argument; an array that is an argument, and a path with the argument's name,
+    one matches from end to end, as `Plan.to_rules` writes them. An expression that matches every path is for the arguments
+    of which others match something below: elsewhere there are no parameters.
     """
     compiled = [(r, regex_search(r, record.regex_match)) for r in record.regexes]
     used: set[int] = set()
-    wanted = [i for i, t in enumerate(tensors) if winners[i] is None and t.inner]
+    wanted = [i for i, t in enumerate(tensors) if winners[i] is None]
     parameters = {
         tensors[i].argument
         for i in wanted
         for r, found in compiled
-        if not is_catch_all(r) and found("/".join(tensors[i].inner))
+        if tensors[i].inner and not is_catch_all(r) and found("/".join(tensors[i].inner))
     }
     for i in wanted:
-        path = "/".join(tensors[i].inner)
-        hits = [(k, r) for k, (r, found) in enumerate(compiled) if found(path)]
+        path, whole = "/".join(tensors[i].inner), "/".join(tensors[i].parts)
+        hits = [
+            (k, r)
+            for k, (r, found) in enumerate(compiled)
+            if (path and found(path)) or (not is_catch_all(r) and re.fullmatch(r.name, whole))
+        ]
         hits = [(k, r) for k, r in hits if not is_catch_all(r) or tensors[i].argument in parameters]
         used |= {k for k, _ in hits}
         own = [Claim("regexes", r, r.name) for _, r in hits]

@@ -279,3 +279,28 @@ def test_a_result_named_like_part_of_an_argument_has_a_rule() -> None:
         out_strategy={"ws": [P(), P()], "loss": None},
     )
     assert before == after and "outputs:\n  ws.*: [null, null]" in text
+
+
+def test_regular_expressions_of_a_plan_give_its_layouts_back() -> None:
+    """That of an array which is an argument, too: it had been searched for below arguments only."""
+    S = jax.ShapeDtypeStruct
+    args = {"w": S((8, 16), "float32"), "v": S((16, 8), "float32")}, S((16, 8), "float32"), S((), "float32")
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+
+    def step(params, x, scale):
+        return jax.numpy.tanh(x @ params["w"]) @ params["v"] * scale
+
+    cut = {"x": (2, 1), "params": {"w": jax.sharding.PartitionSpec(None, "y"), "v": None}}
+    plan = jshard.shard(step, mesh=mesh, in_strategy=cut).plan(*args)
+    written: dict = {}
+    exec(plan.to_rules("regexes"), written)
+    config = jshard.Config.from_regexes(written["PARTITION_RULES"], mesh={"x": 2, "y": 4})
+    again = jshard.shard(step, mesh=mesh, config=config).plan(*args)
+    assert [r.layout for r in again.inputs] == [r.layout for r in plan.inputs]
+    every = jshard.Config.from_regexes(
+        [("w", jax.sharding.PartitionSpec()), (".*", jax.sharding.PartitionSpec())]
+    )
+    assert jshard.shard(step, mesh=mesh, config=every).plan(*args).inputs[2].layout.dims != (
+        (),
+        (),
+    )  # x is no parameter

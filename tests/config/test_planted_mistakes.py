@@ -176,7 +176,7 @@ def test_a_report_prints_problems_and_tensors() -> None:
 @pytest.mark.parametrize(
     "section, name, fix",
     [
-        ("regexes", "x", "'x' is a name for parameters and inputs"),
+        ("regexes", "result", "'result' is a name for outputs"),
         ("gradients", "w", "'w' is a name for products"),
         ("gradients", "q", "the function has no names for gradients"),
         ("parameters", "result", "'result' is a name for outputs"),
