@@ -13,7 +13,7 @@ from jshard._config.config_record import ConfigRecord, ConfigSource
 from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import Function, JaxMesh, PyTree, PyTreeDef
-from jshard._core.messages import type_with_article
+from jshard._core.messages import describe_value, type_with_article
 from jshard._core.named_topology import MeshRequest
 
 
@@ -127,16 +127,20 @@ class Config(ConfigRecord):
 
     @staticmethod
     @checked
-    def from_regexes(rules: Iterable[Sequence[object]], mesh: Mapping[str, int] | None = None) -> Config:
+    def from_regexes(
+        rules: Iterable[Sequence[object]], mesh: MeshRequest | Mapping[str, int] | None = None
+    ) -> Config:
         """Pairs of a regular expression on paths with `/` and a spec, the first that matches (EasyLM, scalax)."""
         from jshard._config.foreign_rules import from_regexes
 
-        return as_config(from_regexes(rules, mesh))
+        return as_config(from_regexes(rules, axis_sizes(mesh)))
 
     @staticmethod
     @checked
     def from_layout_map(
-        layout_map: Mapping[str, object], mesh: Mapping[str, int] | None = None, full: bool = True
+        layout_map: Mapping[str, object],
+        mesh: MeshRequest | Mapping[str, int] | None = None,
+        full: bool = True,
     ) -> Config:
         """Keras' `LayoutMap`, or a dict of its regular expressions, of which only one may match.
 
@@ -144,14 +148,14 @@ class Config(ConfigRecord):
         """
         from jshard._config.foreign_rules import from_layout_map
 
-        return as_config(from_layout_map(layout_map, mesh, full))
+        return as_config(from_layout_map(layout_map, axis_sizes(mesh), full))
 
     @staticmethod
     @checked
     def from_logical_rules(
         rules: str | Mapping[str, object] | Iterable[object],
         names: PyTree,
-        mesh: Mapping[str, int] | None = None,
+        mesh: MeshRequest | Mapping[str, int] | None = None,
         reading: str = "linen",
     ) -> Config:
         """Logical axis rules (MaxText, Flax) for tensors with these logical axes.
@@ -167,38 +171,38 @@ class Config(ConfigRecord):
         """
         from jshard._config.import_logical import config_of_logical_rules
 
-        return as_config(config_of_logical_rules(rules, names, mesh, reading))
+        return as_config(config_of_logical_rules(rules, names, axis_sizes(mesh), reading))
 
     @staticmethod
     @checked
     def from_axis_mapping(
         mapping: Mapping[str, str | Sequence[str] | None],
         names: PyTree,
-        mesh: Mapping[str, int] | None = None,
+        mesh: MeshRequest | Mapping[str, int] | None = None,
     ) -> Config:
         """levanter's and haliax' mapping of logical axes to mesh axes, for tensors with these logical axes."""
         from jshard._config.foreign_rules import from_axis_mapping, logical_names
 
-        return as_config(from_axis_mapping(mapping, logical_names(names), mesh))
+        return as_config(from_axis_mapping(mapping, logical_names(names), axis_sizes(mesh)))
 
     @staticmethod
     @checked
-    def from_metadata(tree: PyTree, mesh: Mapping[str, int] | None = None) -> Config:
+    def from_metadata(tree: PyTree, mesh: MeshRequest | Mapping[str, int] | None = None) -> Config:
         """The mesh axes in Flax' partitioning metadata of boxed variables or of `nnx.state(model)`."""
         from jshard._config.foreign_rules import from_metadata
 
-        return as_config(from_metadata(tree, mesh))
+        return as_config(from_metadata(tree, axis_sizes(mesh)))
 
     @staticmethod
     @checked
     def from_tunix(
         sharding: Mapping[str, Sequence[str | None]] | DataclassInstance,
-        mesh: Mapping[str, int] | None = None,
+        mesh: MeshRequest | Mapping[str, int] | None = None,
     ) -> Config:
         """tunix' `ShardingConfig`, a dict of its fields, or a `ModelConfig` that has one."""
         from jshard._config.foreign_rules import from_tunix
 
-        return as_config(from_tunix(sharding, mesh))
+        return as_config(from_tunix(sharding, axis_sizes(mesh)))
 
     def to_yaml(self) -> str:
         """The configuration as YAML text; `Config.of` gives an equal one."""
@@ -209,10 +213,31 @@ class Config(ConfigRecord):
     @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a YAML file."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        from jshard._api.plan import write_file
+
+        write_file(Path(path), self.to_yaml(), "Config.save")
 
     def __str__(self) -> str:
         return self.to_yaml()
+
+
+def axis_sizes(mesh: MeshRequest | Mapping[str, int] | None) -> Mapping[str, int] | None:
+    """The sizes of a mesh's axes, which may be given as they are.
+
+    >>> import jax
+    >>> axis_sizes(jax.sharding.AbstractMesh((2, 4), ("data", "model")))
+    {'data': 2, 'model': 4}
+    """
+    if mesh is None or isinstance(mesh, Mapping):
+        return mesh
+    sizes = getattr(mesh, "axes", None) or getattr(mesh, "shape", None)  # of `topology`, of JAX's meshes
+    if not isinstance(sizes, Mapping):
+        raise ShardError(
+            f"mesh is {describe_value(mesh)}",
+            where="mesh",
+            fix='a mesh, or the sizes of its axes: {"data": 2, "model": 4}',
+        )
+    return dict(sizes)
 
 
 def as_config(record: ConfigRecord) -> Config:

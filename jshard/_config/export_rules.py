@@ -50,6 +50,13 @@ def rules_text(plan: PlanRecord, form: str, names: Mapping[str, Sequence[str | N
             fix='names={"params.embed.embedding": ("vocab", "embed"), ...}, by path',
         )
     own = {t.path: e for t, e in zip(tensors, entries, strict=True) if t.shape and any(e)}
+    for path, entry in own.items():
+        if path in names and len(names[path]) != len(entry):
+            raise ShardError(
+                f"{path} has {len(entry)} dimensions, and the logical axes {tuple(names[path])!r}",
+                where='Plan.to_rules("logical")',
+                fix="a name or None for each dimension",
+            )
     pairs, missing = rules_of_entries(own, names, {t.path: t.nbytes for t in tensors})
     lines = [f"    ({_quoted(n)}, {_axes_text(axes)}),\n" for n, axes in pairs]
     rest = [f"# not expressible: {p} {spec_text(own[p])}\n" for p in missing]

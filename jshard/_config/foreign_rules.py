@@ -42,7 +42,14 @@ def from_regexes(
     >>> from_regexes([("wq/kernel", P("fsdp", "mp")), (".*", P(None))]).regexes[0].text
     '[fsdp, mp]'
     """
-    items = [[pair[0], _axes_of(pair[1])] for pair in rules]
+    pairs = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str | Mapping) else None
+    if pairs is None or any(isinstance(p, str) or not isinstance(p, Sequence) or len(p) != 2 for p in pairs):
+        raise ShardError(
+            f"the rules are {describe_value(rules)}, not pairs of a regular expression and a spec",
+            where="Config.from_regexes",
+            fix='[("wq/kernel", P("fsdp", "tensor")), (".*", P())]',
+        )
+    items = [[pair[0], _axes_of(pair[1])] for pair in pairs]
     config = parse_value({"regexes": items, "regex_match": match}, "regexes")
     return dataclasses.replace(config, mesh=mesh_section(mesh), unlisted="replicated")
 

@@ -112,6 +112,10 @@ def pad_vocabulary(
     - `paths`: those to pad; default: all with exactly one dimension of this size. One that is left out although it has
         such a dimension, as a copy of tied weights has, is refused by name.
     """
+    if multiple < 1:
+        raise ShardError(
+            f"multiple={multiple}", where="pad_vocabulary", fix="a number of devices: multiple=8"
+        )
     padded = -(-size // multiple) * multiple
     if isinstance(model, linen.Module):
         raise ShardError(

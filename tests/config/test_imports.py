@@ -215,3 +215,44 @@ def test_levanter_axis_mapping() -> None:
     }
     with pytest.raises(jshard.ShardError, match="is cut twice over 'model'"):
         jshard.Config.from_axis_mapping(mapping, {"w": ("heads", "vocab")})
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "model": 4},
+        jax.sharding.AbstractMesh((2, 4), ("data", "model")),
+        jshard.topology("v5e:2x4", {"data": 2, "model": 4}, compiles=False),
+    ],
+)
+def test_rules_of_others_take_a_mesh_as_shard_does(mesh) -> None:
+    spec = jax.sharding.PartitionSpec(None, "model")
+    for config in (
+        jshard.Config.from_regexes([("up", spec)], mesh=mesh),
+        jshard.Config.from_layout_map({"up": spec}, mesh=mesh),
+        jshard.Config.from_axis_mapping({"mlp": "model"}, {"up": ("embed", "mlp")}, mesh=mesh),
+    ):
+        assert config.to_yaml().startswith("mesh: {data: 2, model: 4}\n")
+
+
+def test_what_is_no_mesh_and_what_are_no_rules() -> None:
+    with pytest.raises(jshard.ShardError, match="mesh is an int, 8") as error:
+        jshard.Config.from_regexes([("up", jax.sharding.PartitionSpec())], mesh=8)
+    assert error.value.fix == 'a mesh, or the sizes of its axes: {"data": 2, "model": 4}'
+    for pairs in ({"up": None}, [("up",)], ["up"]):
+        with pytest.raises(jshard.ShardError, match="not pairs of a regular expression and a spec"):
+            jshard.Config.from_regexes(pairs)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path) -> None:
+    config = jshard.Config.of({"mesh": {"x": 2}})
+    with pytest.raises(jshard.ShardError, match="nowhere"):
+        config.save(tmp_path / "nowhere" / "config.yaml")
+
+
+def test_logical_axes_of_another_rank() -> None:
+    w, mesh = jax.ShapeDtypeStruct((8, 16), "float32"), jax.sharding.AbstractMesh((8,), ("x",))
+    plan = jshard.shard(lambda p: p["w"] * 2, mesh=mesh, in_strategy=({"w": (1, 8)},)).plan({"w": w})
+    with pytest.raises(jshard.ShardError, match="p.w has 2 dimensions, and the logical axes") as error:
+        plan.to_rules("logical", names={"p.w": ("embed",)})
+    assert error.value.fix == "a name or None for each dimension"

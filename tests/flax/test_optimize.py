@@ -397,6 +397,9 @@ def test_a_replacement_of_another_signature_is_refused():
 def test_tied_weights_that_padding_forgets_are_refused_by_name():
     with pytest.raises(ShardError, match="head.bias, head.kernel has the vocabulary's 50 too"):
         jshard.flax.pad_vocabulary(Tiny(nnx.Rngs(0)), WORDS, 8, paths=["embed.embedding"])
+    with pytest.raises(ShardError, match="multiple=0") as error:
+        jshard.flax.pad_vocabulary(Tiny(nnx.Rngs(0)), WORDS, 0)
+    assert error.value.fix == "a number of devices: multiple=8"
     with pytest.raises(ShardError, match="'embed.kernel' is no parameter with one dimension of 50"):
         jshard.flax.pad_vocabulary(Tiny(nnx.Rngs(0)), WORDS, 8, paths=["embed.kernel"])
     with pytest.raises(ShardError, match="no parameter has a dimension of 51"):

@@ -5,8 +5,8 @@ library's attention. Its gradient is one operator too: the vector-Jacobian produ
 cotangents, in which factors that a gradient does not carry are reductions.
 
 A rule claims that sharding a factor does not change the result. The claim is checked once, on small random arrays: a
-factor that fails (the `d` of the rule above, over which the scores are contracted) is blocked, with a note. The rule of
-a function that cannot run on small arrays is not checked.
+factor that fails (the `d` of the rule above, over which the scores are contracted) is blocked, with a note. A function that
+small arrays do not suit is traced on halves of its own, and run on random ones where they are not large.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class Fused:
             self, fn=mapped, text=f"{operands} -> {results}", results=outs
         )
 
+
+_MOST_CHECKED = 2**18  # elements of arguments of its own sizes, on which a function is run to check its rule
 
 fused_p = compat.call_primitive("jshard_fused", lambda fused, *arrays: fused.run(*arrays))
 rule = family("fused")
@@ -187,6 +189,7 @@ def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[jax.Array]) 
     """The operator with every factor blocked whose sharding changes the result on small random arrays."""
     length = dict.fromkeys(e.names, 4)
     rng = np.random.default_rng(0)
+    failing: list[str] = []
     try:
         with jax.ensure_compile_time_eval():
             small = [
@@ -195,13 +198,60 @@ def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[jax.Array]) 
             ]
             expected = f.run(*small)
             wrong = [n for n in e.names if n not in f.blocked and not _is_shardable(f, e, n, small, expected)]
-    except Exception:  # the function may need larger sizes (a kernel's blocks): then the rule is not checked
+    except Exception:  # the function has sizes of its own, or needs larger ones (a kernel's blocks)
+        failing, wrong = _wrong_on_own_sizes(f, e, arrays, rng)
+    if not failing and not wrong:
         return f
-    if not wrong:
-        return f
-    note = f"{f.name}: cutting {', '.join(wrong)} changes the numbers, so kept whole"
-    return dataclasses.replace(f, blocked=(*f.blocked, *wrong), note=note,
-                               reduction=tuple(n for n in f.reduction if n not in wrong))  # fmt: skip
+    said = [f"it does not run on blocks of {', '.join(failing)}"] * bool(failing)
+    said += [f"cutting {', '.join(wrong)} changes the numbers"] * bool(wrong)
+    whole = {*failing, *wrong}
+    return dataclasses.replace(
+        f, blocked=(*f.blocked, *failing, *wrong), note=f"{f.name}: {' and '.join(said)}, so kept whole",
+        reduction=tuple(n for n in f.reduction if n not in whole),
+    )  # fmt: skip
+
+
+def _wrong_on_own_sizes(
+    f: Fused, e: RuleText, arrays: Sequence[jax.Array], rng: np.random.Generator
+) -> tuple[list[str], list[str]]:
+    """Factors whose halves the function does not take, and those that change its result, where arrays are not large.
+
+    Of odd sizes nothing is known.
+    """
+    outs = jax.eval_shape(f.run, *arrays)
+    r = parse_rule(
+        f.text, arrays, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work
+    )
+    length = dict(
+        zip(e.names, r.sizes, strict=False)
+    )  # dimensions that are never cut have factors without names
+    names = [n for n in e.names if n not in f.blocked and length[n] % 2 == 0]
+    failing = [n for n in names if not _takes_halves(f, e, n, arrays, outs)]
+    left = [n for n in names if n not in failing]
+    if sum(a.size for a in arrays) > _MOST_CHECKED:
+        return failing, []
+    try:
+        with jax.ensure_compile_time_eval():
+            full = [_random(rng, a.shape, a.dtype) for a in arrays]
+            expected = f.run(*full)
+            return failing, [n for n in left if not _is_shardable(f, e, n, full, expected)]
+    except Exception:  # a kernel of another platform
+        return failing, []
+
+
+def _takes_halves(
+    f: Fused, e: RuleText, name: str, arrays: Sequence[ArrayType], outs: Sequence[ArrayType]
+) -> bool:
+    """Whether the function of halves along a factor has the shapes of halves of its results."""
+    cut = [
+        jax.ShapeDtypeStruct(_halved(a.shape, tokens, name), a.dtype)
+        for tokens, a in zip(e.operands, arrays, strict=True)
+    ]
+    wanted = [_halved(o.shape, tokens, name) for tokens, o in zip(e.results, outs, strict=True)]
+    try:
+        return [o.shape for o in jax.eval_shape(f.run, *cut)] == wanted
+    except Exception:  # whatever the user's function raises on a block
+        return False
 
 
 def _is_shardable(
@@ -220,6 +270,10 @@ def _is_shardable(
         if joined.shape != w.shape or not np.allclose(joined, w, rtol=1e-2, atol=1e-3):
             return False
     return True
+
+
+def _halved(shape: Sequence[int], tokens: Sequence[Token], name: str) -> tuple[int, ...]:
+    return tuple(n // 2 if name in t.names else n for n, t in zip(shape, tokens, strict=True))
 
 
 def _half(a: jax.Array, tokens: Sequence[Token], name: str, part: int) -> jax.Array:
