@@ -290,6 +290,10 @@ def parse_axes(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and size.strip().isdigit() for name, _, size in pairs):
         raise ShardError(f"{text!r} names no axes", where="python -m jshard plan", fix="data=4,model=8")
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((n for n in names if names.count(n) > 1), ""):
+        fix = "another name for each axis: data=4,model=8"
+        raise ShardError(f"{text!r} names the axis {twice} twice", where="python -m jshard plan", fix=fix)
     return {name.strip(): int(size) for name, _, size in pairs}
 
 

@@ -402,7 +402,7 @@ def check_plan(plan: object) -> None:
         fix = f"config=..., for a configuration; here {fix}"
     elif isinstance(plan, str | os.PathLike):
         fix = f"plan=jshard.Plan.load({str(plan)!r})"
-    raise ShardError(f"plan is a {type(plan).__name__}", where="plan", fix=fix)
+    raise ShardError(f"plan is {type_with_article(plan)}", where="plan", fix=fix)
 
 
 def _is_compiled(program: object) -> bool:

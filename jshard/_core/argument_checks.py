@@ -121,7 +121,11 @@ def _call_error(
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and n not in passed
     ]  # fmt: skip
     if missing:
-        required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        required = [
+            f"{n}=..." if p.kind is p.KEYWORD_ONLY else n
+            for n, p in parameters.items()
+            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
         optional = ", ..." if len(required) < len(parameters) else ""
         return ArgumentError(
             f"{name} is called without {', '.join(missing)}",

@@ -30,6 +30,7 @@ from jshard._core.errors import MeshError, StrategyError
 from jshard._core.jax_types import Device, JaxMesh
 from jshard._core.layout import MeshAxes
 from jshard._core.messages import type_with_article
+from jshard._core.topology import parse_name
 from jshard._spec import mesh_factorization
 from jshard._spec.committed_shardings import same_device_order
 from jshard._spec.entry import (
@@ -284,8 +285,12 @@ def _mesh_and_source(mesh: object, pins: Sequence[Pin | None]) -> tuple[Mesh | A
 
 
 def _mesh_advice(mesh: object) -> str:
-    """What to write in place of a value that is no mesh, from what it seems to be: a grid, devices, a machine's name."""
+    """What to write in place of a value that is no mesh, from what it seems to be: a grid, devices, a machine's name.
+
+    Raises `MeshError` for the name of a machine that does not exist.
+    """
     if isinstance(mesh, str) and re.fullmatch(r"[A-Za-z]\w*:\d+(x\d+)*", mesh):
+        parse_name(mesh)
         return f'mesh="auto:{mesh}", whose axes are chosen, or mesh=jshard.topology("{mesh}", {{axis: size}})'
     sizes = (
         list(mesh.values())

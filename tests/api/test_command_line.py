@@ -178,6 +178,8 @@ def test_shapes_and_meshes():
          "or MODULE:NAME of a value or of a function that makes the arguments\n"),
         (["plan", "cli_model:dense", "--mesh", "x=four"], "error: 'x=four' names no axes\n  where: python -m jshard plan\n"
          "  write instead: data=4,model=8\n"),
+        (["plan", "cli_model:dense", "--mesh", "x=4,x=2"], "error: 'x=4,x=2' names the axis x twice\n"
+         "  where: python -m jshard plan\n  write instead: another name for each axis: data=4,model=8\n"),
         (["report", "nowhere.json"], "error: nowhere.json cannot be read: No such file or directory\n"
          "  where: Plan.load\n  write instead: the path of a file that plan.save(path) wrote\n"),
         (["report", "cli_model.py"], "error: this is no plan\n  where: Plan.load\n"

@@ -29,6 +29,10 @@ def fn(x, w):
     return jnp.tanh(x @ w)
 
 
+def keyword_only(x, *, w):
+    return jnp.tanh(x @ w)
+
+
 @functools.lru_cache
 def sharded():
     return jshard.shard(fn)
@@ -154,6 +158,10 @@ ROWS: tuple[Row, ...] = (
     Row("lower on a mesh", lambda: sharded().lower(X, X, mesh=DESCRIPTION), "fn takes no argument 'mesh'", "call of fn",
         "mesh where the function is sharded: jshard.shard(fn, mesh=...)"),
     Row("plan without an argument", lambda: sharded().plan(X), "fn is called without w", "call of fn", "fn(x, w)"),
+    Row("plan without an argument by name", lambda: jshard.shard(keyword_only).plan(X),
+        "keyword_only is called without w", "call of keyword_only", "keyword_only(x, w=...)"),
+    Row("a plan that is none", lambda: jshard.shard(fn, plan=3).plan(X, X), "plan is an int", "plan",
+        "a Plan, as f.plan(*args) or jshard.Plan.load(path) gives it", error=ShardError),
     Row("call with one too many", lambda: sharded()(ARRAY, ARRAY, ARRAY),
         "fn takes 2 arguments by place, and was given 3", "call of fn", "its arguments: x, w"),
     Row("plan verified by a word", lambda: sharded().plan(X, X, verify="yes"), "verify is a str, 'yes'", "fn.plan",
@@ -204,7 +212,7 @@ ROWS: tuple[Row, ...] = (
         "shardings_for takes a plan, not a Sharded", "jshard.flax.shardings_for", PLAN_OF, ShardError),
     Row("init of a class", lambda: jshard.flax.init(nnx.Linear, plan()),
         "init calls Linear without arguments, and Linear is called without in_features, out_features, rngs",
-        "jshard.flax.init", "init(lambda: Linear(in_features, out_features, rngs, ...), plan)", ShardError),
+        "jshard.flax.init", "init(lambda: Linear(in_features, out_features, rngs=..., ...), plan)", ShardError),
     Row("init of a function with arguments", lambda: jshard.flax.init(lambda rngs: linear(), plan()),
         "init calls <lambda> without arguments, and <lambda> is called without rngs", "jshard.flax.init",
         "init(lambda: build(rngs), plan)", ShardError),
