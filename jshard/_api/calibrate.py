@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, cast
 import jax
 import numpy as np
 
-from jshard._api.plan import check_writable, write_file
 from jshard._core import hardware
 from jshard._core.argument_checks import checked
 from jshard._core.collective_curves import CollectiveCurve
@@ -30,6 +29,7 @@ from jshard._core.jax_types import Device
 from jshard._core.layout import CollectiveKind, MeshAxes
 from jshard._core.messages import describe_value, format_seconds
 from jshard._core.saved_chip import chip_to_json
+from jshard._core.text_files import check_writable, write_file
 from jshard._core.topology import from_mesh
 from jshard._cost.collectives import collective
 from jshard._report.progress import progress

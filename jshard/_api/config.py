@@ -15,6 +15,7 @@ from jshard._core.errors import ShardError
 from jshard._core.jax_types import Function, JaxMesh, PyTree, PyTreeDef
 from jshard._core.messages import describe_value, type_with_article
 from jshard._core.named_topology import MeshRequest
+from jshard._core.text_files import write_file
 
 
 if TYPE_CHECKING:
@@ -213,8 +214,6 @@ class Config(ConfigRecord):
     @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a YAML file."""
-        from jshard._api.plan import write_file
-
         write_file(Path(path), self.to_yaml(), "Config.save")
 
     def __str__(self) -> str:

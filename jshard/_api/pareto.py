@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jshard._api.plan import Plan, write_file
+from jshard._api.plan import Plan
 from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import ShardRequest
 from jshard._api.sweep import plan_with_options
 from jshard._core.argument_checks import checked
 from jshard._core.errors import SearchError, ShardError
 from jshard._core.jax_types import Function, PyTree
+from jshard._core.text_files import write_file
 from jshard._report import comparison_table as report, plots
 from jshard._report.comparison_table import PlanPoint
 from jshard._report.format_units import format_bytes

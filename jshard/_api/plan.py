@@ -21,6 +21,7 @@ from jshard._core.argument_checks import checked
 from jshard._core.errors import ShardError
 from jshard._core.jax_types import JaxMesh, PyTree, PyTreeDef
 from jshard._core.messages import type_with_article
+from jshard._core.text_files import write_file
 from jshard._core.topology import Topology
 from jshard._plan.record import PlanRecord, record_from_json
 from jshard._plan.replan import Replanner
@@ -371,26 +372,6 @@ class Plan(PlanRecord):
             reason = getattr(error, "strerror", None) or "it is no text"
             raise ShardError(f"{path} cannot be read: {reason}", where="Plan.load", fix=fix) from None
         return Plan.from_json(text)
-
-
-def write_file(path: str | Path, text: str, where: str) -> None:
-    """Write a text to a file; a `ShardError` where that cannot be."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ShardError(
-            f"{path} cannot be written: {error.strerror}", where=where, fix="a file in a folder that exists"
-        ) from None
-
-
-def check_writable(path: str | Path, where: str) -> None:
-    """A `ShardError` for a file that `write_file` could not write, known before what it shall hold."""
-    target = Path(path)
-    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
-        reason = "it is a folder" if target.is_dir() else "there is no such folder, or it is not writable"
-        raise ShardError(
-            f"{path} cannot be written: {reason}", where=where, fix="a file in a folder that exists"
-        )
 
 
 def check_plan(plan: object) -> None:

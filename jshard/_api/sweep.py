@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard._api.plan import Plan, write_file
+from jshard._api.plan import Plan
 from jshard._api.prepare import prepare
 from jshard._api.shard import Sharded, shard
 from jshard._api.shard_request import ShardRequest
@@ -28,6 +28,7 @@ from jshard._core.hardware import Chip
 from jshard._core.jax_types import Function, PyTree
 from jshard._core.layout import MeshAxes
 from jshard._core.saved_chip import named_chip
+from jshard._core.text_files import write_file
 from jshard._report import comparison_table as report, plots
 from jshard._report.comparison_table import PlanPoint
 from jshard._report.progress import progress
