@@ -108,6 +108,8 @@ def _transposed(entry: tuple, tensor: TensorName, rank: int) -> tuple | None:
 def _wrong_rank(rule: Rule, entry: tuple, tensor: TensorName) -> Problem:
     rank = len(tensor.shape)
     right = (*entry[:rank], *((),) * (rank - len(entry)))
+    if tensor.layer_axis is not None and len(entry) == rank - 1:  # the entry of one layer of a stack
+        right = (*entry[: tensor.layer_axis], (), *entry[tensor.layer_axis :])
     return Problem(
         "rank",
         rule.key,

@@ -73,6 +73,19 @@ def test_a_shadowed_rule() -> None:
     assert p.name == "**.down_proj.kernel" and "model.layers.*.mlp.down_proj.kernel" in p.what and p.error
 
 
+def test_the_entry_of_one_layer_for_a_stack() -> None:
+    """The dimension of the layers is put where the loop runs over it, and not at the end, which cut the inputs."""
+
+    def model(p, x):
+        return jax.lax.scan(lambda h, layer: (h + jnp.tanh(h @ layer["up"]) @ layer["down"], None), x, p)[0]
+
+    args = {"up": jnp.ones((12, 8, 32)), "down": jnp.ones((12, 32, 8))}, jnp.ones((16, 8))
+    config = {"mesh": {"data": 2, "model": 4}, "parameters": {"up": [None, "model"]}}
+    with pytest.raises(jshard.ShardError, match="has 2 dimensions, p.up has 3") as error:
+        jshard.shard(model, config=config).plan(*args)
+    assert error.value.fix.startswith("up: [null, null, model], one item for each dimension")
+
+
 def test_a_wrong_rank() -> None:
     p = problems(text(**{"lm_head.kernel": "[fsdp, tensor, null]"}))["rank"]
     assert p.name == "lm_head.kernel" and p.refuses and "[fsdp, tensor]" in p.fix
