@@ -53,3 +53,28 @@ def test_the_batch_of_experts_is_the_tokens(recipe):
 def test_microbatches_of_experts_are_of_tokens():
     with pytest.raises(jshard.ShardError, match="5 does not divide the batch of 32, dimension 0 of x"):
         jshard.shard(experts_over_flat_tokens, mesh=machine(), microbatches=5).plan(*arguments_of_experts())
+
+
+@pytest.mark.parametrize("recipe", ["expert", "megatron", "fsdp"])
+def test_experts_of_a_ragged_product_are_weights_whose_groups_stay_whole(recipe):
+    """The recipes that the refusal of `expert` names apply."""
+    S = jax.ShapeDtypeStruct
+
+    def loss(p, x):
+        gates = jax.nn.softmax(x @ p["gate"])
+        expert = gates.argmax(-1)
+        order, counts = jnp.argsort(expert), jnp.bincount(expert, length=8)
+        hidden = jax.nn.relu(jax.lax.ragged_dot(x[order], p["w1"], counts))
+        made = jax.lax.ragged_dot(hidden, p["w2"], counts)
+        return ((jnp.zeros_like(x).at[order].set(made) * gates.max(-1, keepdims=True)) ** 2).mean()
+
+    args = arguments_of_experts()[0], S((32, 16), "float32")
+    grad = jax.value_and_grad(loss)
+    if recipe == "expert":
+        with pytest.raises(jshard.ShardError, match="groups of rows, which stay whole") as error:
+            jshard.Config.from_recipe(recipe, grad, *args, mesh=machine())
+        assert error.value.fix == "megatron or fsdp"
+        return
+    text = jshard.Config.from_recipe(recipe, grad, *args, mesh=machine()).to_yaml()
+    cut = {"megatron": "w1: [null, null, y]\n  w2: [null, y, null]"}
+    assert cut.get(recipe, WEIGHTS["fsdp"]) in text

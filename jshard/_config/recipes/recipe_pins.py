@@ -429,6 +429,12 @@ class _Resolver:
 
     def _check_expert(self) -> None:
         found = self.s.experts
+        if not found and any(op.primitive.startswith("ragged_dot") for op in self.s.program.operators):
+            self._refuse(
+                "expert",
+                "experts of jax.lax.ragged_dot are groups of rows, which stay whole",
+                "megatron or fsdp",
+            )
         if not found:
             self._refuse(
                 "expert",
