@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jshard._config.config_record import ConfigRecord, ConfigSource
@@ -15,7 +14,7 @@ from jshard._core.errors import ShardError
 from jshard._core.jax_types import Function, JaxMesh, PyTree, PyTreeDef
 from jshard._core.messages import describe_value, type_with_article
 from jshard._core.named_topology import MeshRequest
-from jshard._core.text_files import write_file
+from jshard._core.text_files import path_of, write_file
 
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Config(ConfigRecord):
         """Read a YAML file."""
         from jshard._config.sections import read_file
 
-        return as_config(read_file(Path(path)))
+        return as_config(read_file(path_of(path, "Config.load")))
 
     @checked
     def override(self, *texts: str) -> Config:
@@ -214,7 +213,7 @@ class Config(ConfigRecord):
     @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a YAML file."""
-        write_file(Path(path), self.to_yaml(), "Config.save")
+        write_file(path, self.to_yaml(), "Config.save")
 
     def __str__(self) -> str:
         return self.to_yaml()

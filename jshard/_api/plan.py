@@ -347,6 +347,9 @@ class Plan(PlanRecord):
     @checked
     def from_json(text: str) -> Plan:
         """Read `to_json`'s text; another version is refused."""
+        if not isinstance(text, str):
+            said = f"from_json takes a text, not {type_with_article(text)}"
+            raise ShardError(said, where="Plan.from_json", fix="what plan.to_json() gives")
         return record_from_json(Plan, text)
 
     @checked
