@@ -233,9 +233,9 @@ def _regex_claims(
 ) -> list[tuple[str, Rule]]:
     """Claims of regular expressions on tensors without another; the expressions that match nothing.
 
-    They are searched for in paths below an argument; an array that is an argument, and a path with the argument's name,
-    one matches from end to end, as `Plan.to_rules` writes them. An expression that matches every path is for the arguments
-    of which others match something below: elsewhere there are no parameters.
+    They are searched for in paths below an argument. A path with the argument's name, the only one of an array that is an
+    argument, is matched from end to end, as `Plan.to_rules` writes expressions for it. An expression that matches every path
+    is for the arguments of which others match something below: elsewhere there are no parameters.
     """
     compiled = [(r, regex_search(r, record.regex_match)) for r in record.regexes]
     used: set[int] = set()
