@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jshard._config.config_record import ConfigRecord, ConfigSource
@@ -273,8 +274,5 @@ def config_of_plan(
     mesh = plan.mesh
     if jax_mesh is not None:
         mesh = MeshAxes(tuple(jax_mesh.axis_names), tuple(jax_mesh.axis_sizes))
-
-    def ties(pinned: Collection[int]) -> dict[int, int]:
-        return tied_rows(plan.inputs, plan.outputs, in_tree, out_tree, pinned)
-
+    ties = functools.partial(tied_rows, plan.inputs, plan.outputs, in_tree, out_tree)
     return as_config(config_of_plan(plan, mesh, ties, machine, default_memory_budget(plan.chip), in_tree))

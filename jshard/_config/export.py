@@ -18,12 +18,12 @@ from jshard._plan.record import PlanRecord
 from jshard._plan.rows import TensorRow
 
 
-Ties = Callable[[Collection[int]], Mapping[int, int]]
-"""Of numbers of results that are pinned: {result: argument}, the results that share the layout of an argument."""
+StateTies = Callable[[Collection[int]], Mapping[int, int]]
+"""Given the numbers of pinned results, {result: argument}: the other results that share the layout of an argument."""
 
 
 def config_of_plan(
-    plan: PlanRecord, mesh: MeshAxes, ties: Ties, machine: str = "", default_budget: float | None = None,
+    plan: PlanRecord, mesh: MeshAxes, ties: StateTies, machine: str = "", default_budget: float | None = None,
     in_tree: PyTreeDef | None = None,
 ) -> ConfigRecord:  # fmt: skip
     """The configuration of a plan on a mesh with these axes.
@@ -79,8 +79,8 @@ def entry_of(layout: Layout) -> Entry:
     return layout.dims
 
 
-def _outputs(plan: PlanRecord, ties: Ties) -> tuple[Rule, ...]:
-    """Rules for the results that have the layout of no argument that `shard` gives them."""
+def _outputs(plan: PlanRecord, ties: StateTies) -> tuple[Rule, ...]:
+    """Rules for the results that `shard` does not give the layout of an argument, or of one that lies otherwise."""
     rows = plan.outputs
     finished = [i for i, row in enumerate(rows) if row.shape and not row.layout.partial]
     ruled, more = set[int](), set(finished)

@@ -91,9 +91,8 @@ def branch(search: SearchState, root: BoundedCore) -> float:
         if search.gap_closed(max(bound, proved)) or search.out_of_time or max(bound, proved) > search.most:
             break
         heapq.heappop(open_nodes)
-        search.bound = max(
-            search.bound, min(max(bound, proved), search.incumbent_cost)
-        )  # an interruption keeps it
+        # What progress says, and an interruption keeps: no node that is still open has a lower bound.
+        search.bound = max(search.bound, min(max(bound, proved), search.incumbent_cost))
         v, halves = _split(node)
         for keep in halves:
             child = _child(search, node, v, keep)

@@ -263,6 +263,8 @@ def _mesh_and_source(mesh: object, pins: Sequence[Pin | None]) -> tuple[Mesh | A
             if not isinstance(mesh, Mesh | AbstractMesh):
                 mesh = getattr(mesh, name, mesh)
         if not isinstance(mesh, Mesh | AbstractMesh):
+            if isinstance(mesh, str) and _is_machine_name(mesh):
+                parse_name(mesh)  # raises where there is no such machine
             shown = (
                 f"mesh={mesh!r} is not known"
                 if isinstance(mesh, str)
@@ -284,13 +286,13 @@ def _mesh_and_source(mesh: object, pins: Sequence[Pin | None]) -> tuple[Mesh | A
     return None, "inferred"
 
 
-def _mesh_advice(mesh: object) -> str:
-    """What to write in place of a value that is no mesh, from what it seems to be: a grid, devices, a machine's name.
+def _is_machine_name(mesh: object) -> bool:
+    return isinstance(mesh, str) and re.fullmatch(r"[A-Za-z]\w*:\d+(x\d+)*", mesh) is not None
 
-    Raises `MeshError` for the name of a machine that does not exist.
-    """
-    if isinstance(mesh, str) and re.fullmatch(r"[A-Za-z]\w*:\d+(x\d+)*", mesh):
-        parse_name(mesh)
+
+def _mesh_advice(mesh: object) -> str:
+    """What to write in place of a value that is no mesh, from what it seems to be: a grid, devices, a machine's name."""
+    if _is_machine_name(mesh):
         return f'mesh="auto:{mesh}", whose axes are chosen, or mesh=jshard.topology("{mesh}", {{axis: size}})'
     sizes = (
         list(mesh.values())

@@ -256,11 +256,13 @@ def check_search_seconds(seconds: object) -> float | None:
     ...
     jshard._core.errors.ShardError: search_seconds is 0, which leaves no search
       where: search_seconds
-      write instead: seconds of search above 0: config={"search_seconds": 5}; without it, until the proof or 60 s
+      write instead: seconds of search above 0: config={"search_seconds": 5}; without it, until the proof or 60 to 240 s
     """
     if seconds is None:
         return None
-    fix = 'seconds of search above 0: config={"search_seconds": 5}; without it, until the proof or 60 s'
+    fix = (
+        'seconds of search above 0: config={"search_seconds": 5}; without it, until the proof or 60 to 240 s'
+    )
     if (
         isinstance(seconds, bool)
         or not isinstance(seconds, int | float | np.integer | np.floating)

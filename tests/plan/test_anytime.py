@@ -302,7 +302,8 @@ def test_wrong_search_seconds(seconds, what):
     assert str(e.value).splitlines() == [
         what,
         "  where: config",
-        '  write instead: seconds of search above 0: config={"search_seconds": 5}; without it, until the proof or 60 s',
+        '  write instead: seconds of search above 0: config={"search_seconds": 5}; '
+        "without it, until the proof or 60 to 240 s",
     ]
     assert planned("chain", config={"search_seconds": 5}).cost.optimal
 

@@ -159,8 +159,9 @@ class Structure:
 
     @functools.cached_property
     def weights(self) -> frozenset[int]:
-        """Numbers of the arguments that the forward pass combines with values that have the batch or, in what is
-        differentiated, with any that are computed from data: what experts read has lost the batch.
+        """Numbers of the arguments that the forward pass combines with data: with values that have the batch.
+
+        In what is differentiated, with any value that is computed from data: what experts read has lost the batch.
         """
         if self.whole is not self:
             return self.whole.weights

@@ -53,10 +53,14 @@ class Fused:
         if not self.stated:
             return None
         ins, outs = (avals[: self.operands], self.results) if self.backward else (avals, results)
-        r = parse_rule(
-            self.text, ins, outs, reduction=self.reduction, blocked=self.blocked, sizes=dict(self.sizes)
-        )
-        return (2 if self.backward else 1) * self.work * math.prod(r.sizes)
+        return (2 if self.backward else 1) * self.work * math.prod(self.rule_for(ins, outs).sizes)
+
+    def rule_for(self, ins: Sequence[ArrayType], outs: Sequence[ArrayType]) -> Rule:
+        """The author's rule for operands and results of these shapes; an error where they do not fit it."""
+        return parse_rule(
+            self.text, ins, outs, reduction=self.reduction, blocked=self.blocked, sizes=dict(self.sizes),
+            work=self.work,
+        )  # fmt: skip
 
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The function, or its gradient, on global arrays or on one device's shards."""
@@ -114,10 +118,7 @@ def fused_rule(op: OpView) -> Rule:
     f: Fused = op.params["fused"]
     ins = op.ins[: f.operands] if f.backward else op.ins
     outs = f.results if f.backward else op.outs
-    r = parse_rule(
-        f.text, ins, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work
-    )
-    r = dataclasses.replace(r, note=f.note)
+    r = dataclasses.replace(f.rule_for(ins, outs), note=f.note)
     if not f.backward:
         return r
     cotangents = tuple(d for d, o in zip(r.results, outs, strict=True) if _is_inexact(o))
@@ -179,10 +180,7 @@ def fused(
 
 def check_rule_text(f: Fused, arrays: Sequence[jax.Array]) -> None:
     """Raise errors of the rule at the call, so that the traceback shows the user's line."""
-    outs = jax.eval_shape(f.run, *arrays)
-    parse_rule(
-        f.text, arrays, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work
-    )
+    f.rule_for(arrays, jax.eval_shape(f.run, *arrays))
 
 
 def _check_rule_numerically(f: Fused, e: RuleText, arrays: Sequence[jax.Array]) -> Fused:
@@ -219,12 +217,8 @@ def _wrong_on_own_sizes(
     Of odd sizes nothing is known.
     """
     outs = jax.eval_shape(f.run, *arrays)
-    r = parse_rule(
-        f.text, arrays, outs, reduction=f.reduction, blocked=f.blocked, sizes=dict(f.sizes), work=f.work
-    )
-    length = dict(
-        zip(e.names, r.sizes, strict=False)
-    )  # dimensions that are never cut have factors without names
+    # Factors of dimensions that are never cut follow, without names.
+    length = dict(zip(e.names, f.rule_for(arrays, outs).sizes, strict=False))
     names = [n for n in e.names if n not in f.blocked and length[n] % 2 == 0]
     failing = [n for n in names if not _takes_halves(f, e, n, arrays, outs)]
     left = [n for n in names if n not in failing]
